@@ -1,0 +1,113 @@
+"""The decode loop: one query token a row, several blocks of pages, of any rows, an iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from kvjax.kernels.paged_attention.arguments import MASKED, Queries
+from kvjax.kernels.paged_attention.xla_pages import Partial, Pool, attend_block, empty_partial, finish, merge
+
+
+# Pages of a block: many where a row has them, as an iteration has fixed costs; few for what is left. Measured on CPUs.
+BLOCK_SLOTS = (512, 128)
+
+
+def decode(
+    q: Float[Array, "tokens heads head_dim"], pool: Pool, queries: Queries, *, num_rows: int
+) -> Float32[Array, "rows heads head_dim"]:
+    """Attend the queries of all sequences that bring one token; rows are those sequences in order, then padding.
+
+    The blocks of all rows form one list, of which an iteration reads the next few, so a short sequence never waits for
+    a long one: the cost is that of the live pages.
+    """
+    is_decode = queries.lengths == 1
+    rank = jnp.cumsum(is_decode, dtype=jnp.int32)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    used = row < rank[-1]
+    sequence = jnp.where(used, (rank[None] <= row[:, None]).sum(1, dtype=jnp.int32), 0)
+    end_page = -(-pool.rows.end_slot // pool.page_size)
+    held = (end_page - pool.rows.first_page).max(0).at[sequence].get(mode="promise_in_bounds")
+    shape = (pool.kv_heads, q.shape[1] // pool.kv_heads)
+    items = min(num_rows, 8)
+    # `items` rows of padding let an iteration update the rows from any owner on.
+    done = empty_partial((num_rows if num_rows == 1 else num_rows + items, *shape), q.shape[2])
+    begin = jnp.zeros(num_rows, jnp.int32)
+    for slots in BLOCK_SLOTS:
+        pages = max(1, slots // pool.page_size)
+        is_last = slots == BLOCK_SLOTS[-1]
+        if not is_last and pool.rows.page_table.shape[-1] < pages:
+            continue
+        # A block that is nearly full is cheaper than several small ones.
+        left, spare = jnp.maximum(held - begin, 0), pages - 1 if is_last else pages // 4
+        blocks = jnp.where(used, (left + spare) // pages, 0)
+        done = _attend_blocks(done, q, pool, queries, _Blocks(sequence, begin, blocks, pages, items))
+        begin = begin + blocks * pages
+    sinks = None if pool.sink_logits is None else pool.sink_logits.reshape(shape)
+    return finish(done, sinks)[:num_rows].reshape(num_rows, *q.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Blocks of pages to attend to: `counts[row]` of `pages` pages each, from a row's page `begins[row]` on."""
+
+    sequence: Int32[Array, " rows"]
+    begins: Int32[Array, " rows"]
+    counts: Int32[Array, " rows"]
+    pages: int
+    items: int
+
+
+def _attend_blocks(done: Partial, q, pool: Pool, queries: Queries, blocks: _Blocks) -> Partial:
+    ends = jnp.cumsum(blocks.counts, dtype=jnp.int32)
+    num_rows, items = ends.shape[0], blocks.items
+
+    def body(state):
+        place, done = state
+        places = place + jnp.arange(items, dtype=jnp.int32)
+        owner = jnp.minimum((ends[None] <= places[:, None]).sum(1, dtype=jnp.int32), num_rows - 1)
+        of_owner = lambda rows: rows.at[owner].get(mode="promise_in_bounds")  # noqa: E731
+        page = of_owner(blocks.begins) + (places - of_owner(ends - blocks.counts)) * blocks.pages
+        used = places < ends[-1]
+        part = _attend_items(q, pool, queries, of_owner(blocks.sequence), page, used, blocks.pages)
+        return place + items, merge(done, part) if num_rows == 1 else _add(done, part, owner, used)
+
+    return lax.while_loop(lambda state: state[0] < ends[-1], body, (jnp.int32(0), done))[1]
+
+
+def _attend_items(q, pool: Pool, queries: Queries, sequence: Int32[Array, " items"], page, used, pages: int) -> Partial:
+    """Attend the query of `sequence` to `pages` pages from its page `page` on, for every item of an iteration."""
+    rows = pool.rows
+    end_page = -(-rows.end_slot // pool.page_size)
+    within = jnp.arange(pages, dtype=jnp.int32)[None, None]
+    logical = (rows.first_page[:, sequence] + page[None])[..., None] + within
+    live = (logical < end_page[:, sequence][..., None]) & used[None, :, None]
+    ids = pool.page_ids(sequence, logical, live)
+    positions = pool.read_positions(ids, live)
+    query = queries.positions[sequence][:, None, None]
+    start = queries.start_positions[sequence][:, None, None]
+    visible = (positions >= start) & (positions <= query) & (query - positions < pool.window)
+    tokens = q.at[queries.starts[sequence]].get(mode="promise_in_bounds")
+    scaled = (tokens.astype(jnp.float32) * pool.scale).astype(q.dtype)
+    scaled = scaled.reshape(scaled.shape[0], pool.kv_heads, -1, q.shape[-1])
+    return attend_block(scaled, ids, pool.per_kv_head(visible)[:, :, None], pool)
+
+
+def _add(done: Partial, part: Partial, owner: Int32[Array, " items"], used: Bool[Array, " items"]) -> Partial:
+    """Merge the items' results into the rows that own them; owners rise, so they lie close together."""
+    items = owner.shape[0]
+    first = owner[0]
+    near = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, first, items), done)
+    row = first + jnp.arange(items, dtype=jnp.int32)
+    mine = ((owner[:, None] == row[None]) & used[:, None])[:, :, None, None, None]
+    maximum = jnp.maximum(near.maximum, jnp.where(mine, part.maximum[:, None], MASKED / 2).max(0))
+    old = jnp.exp(near.maximum - maximum)
+    new = jnp.exp(part.maximum[:, None] - maximum[None])
+    total = near.total * old + jnp.where(mine, part.total[:, None] * new, 0).sum(0)
+    out = near.out * old + jnp.where(mine, part.out[:, None] * new, 0).sum(0)
+    merged = Partial(maximum, total, out)
+    return jax.tree.map(lambda all, some: lax.dynamic_update_slice_in_dim(all, some, first, 0), done, merged)

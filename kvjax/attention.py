@@ -1,0 +1,135 @@
+"""The one call a model makes: write this step's keys and values into their pages and attend to them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from kvjax import rotary as rotary_embedding
+from kvjax.cache import POSITION_END, Cache, Status, raise_status
+from kvjax.errors import InputError
+from kvjax.kernels.paged_attention import Queries, Rows, reference, xla
+from kvjax.kernels.write_pages import write_pages
+from kvjax.rotary import Rotary
+from kvjax.spec import CacheSpec
+from kvjax.step import Step
+
+IMPLEMENTATIONS = ("reference", "xla")
+
+
+def attend(
+    cache: Cache,
+    step: Step,
+    layer: int | Int32[Array, ""],
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    *,
+    rotary: Rotary | None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Float[Array, " heads"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Cache]:
+    """Write keys and values of one layer and attend the queries to all that is visible of their sequences.
+
+    Query head h reads KV head `h // (heads // kv_heads)`.
+
+    Args:
+        cache: the cache, after `begin_step`.
+        step: as `begin_step` returned it.
+        layer: the layer, which may be traced.
+        q, k, v: packed tokens, not rotated.
+        rotary: the rotary embedding of queries and keys, or None if the model encodes positions elsewhere.
+        scale: factor of the logits, `head_dim ** -0.5` by default.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        sink_logits: a learned logit for each head that takes part in its softmax without a value.
+        implementation: "reference" (float64 on the host), "xla", or None for the best of the platform.
+
+    Returns: outputs in the dtype of `q`, zeros for padded tokens; and the cache.
+
+    Raises: InputError for shapes that do not fit the cache, or an unknown implementation.
+    """
+    _check_shapes(cache.spec, step, q, k, v)
+    if rotary is not None:
+        cos, sin = rotary_embedding.angles(rotary, step.position, layer)
+        q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
+        k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
+    cache = _write(cache, step, layer, k, v)
+    rows, window = _rows_of_layer(cache, step, layer)
+    queries = Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
+    options = dict(scale=q.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap)
+    pool = (cache.keys, cache.values, cache.positions)
+    arguments = (q, *pool, rows, queries)
+    if _chosen(implementation) == "reference":
+        return _on_host(arguments, window, sink_logits, options), cache
+    out = xla.paged_attention(
+        *arguments, window=window, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
+    )
+    return out, cache
+
+
+def _chosen(implementation: str | None) -> str:
+    if implementation is None:
+        return "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise InputError(f"implementation {implementation!r} is unknown: use one of {', '.join(IMPLEMENTATIONS)}")
+    return implementation
+
+
+def _check_shapes(spec: CacheSpec, step: Step, q, k, v) -> None:
+    tokens = step.sequence.shape[0]
+    if k.shape != (tokens, spec.num_kv_heads, spec.head_dim) or v.shape != k.shape:
+        raise InputError(
+            f"keys {k.shape} and values {v.shape} do not fit the step and the cache: "
+            f"both must be ({tokens}, {spec.num_kv_heads}, {spec.head_dim})"
+        )
+    if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != spec.head_dim or q.shape[1] % spec.num_kv_heads:
+        raise InputError(
+            f"queries {q.shape} do not fit: give ({tokens}, a multiple of {spec.num_kv_heads}, {spec.head_dim})"
+        )
+
+
+def _write(cache: Cache, step: Step, layer, k, v) -> Cache:
+    """Store keys and values in the slots that the step has for them in this layer."""
+    spec = cache.spec
+    shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
+    where = jax.tree.map(lambda of_layers: of_layers[layer], step.writes)
+    written = {}
+    for name, new in (("keys", k), ("values", v)):
+        rows = new.reshape(shape).swapaxes(0, 1)
+        written[name] = write_pages(
+            getattr(cache, name), rows, where.pages, where.first_tokens, where.begins, where.ends
+        )
+    cache = dataclasses.replace(cache, **written)
+    if spec.debug:
+        finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
+        cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())
+    return cache
+
+
+def _rows_of_layer(cache: Cache, step: Step, layer) -> tuple[Rows, Int32[Array, ""]]:
+    spec = cache.spec
+    windows = np.array([POSITION_END if window is None else window for window in spec.windows], np.int32)
+    end_slot = cache.next_slot[layer] + step.lengths[None]
+    rings = np.array(spec.rings, np.int32)
+    # Of jax arrays for a traced layer, of numbers for a known one: the compiler then sees constants.
+    window, ring = (
+        jnp.asarray(of)[layer] if isinstance(layer, jax.Array) else jnp.int32(of[layer]) for of in (windows, rings)
+    )
+    return Rows(cache.page_table[layer], cache.first[layer], end_slot, ring), window
+
+
+def _on_host(arguments, window, sink_logits, options):
+    q = arguments[0]
+
+    def on_host(arguments, window, sink_logits):
+        out = reference.paged_attention(*arguments, window=window, sink_logits=sink_logits, **options)
+        return np.asarray(out, q.dtype)
+
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return jax.pure_callback(on_host, shape, arguments, window, sink_logits)

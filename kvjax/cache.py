@@ -1,0 +1,139 @@
+"""The cache as a value: an immutable pytree of the page pool, the page tables and the allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from kvjax import sizes
+from kvjax.errors import InputError
+from kvjax.pages import Allocator, init_allocator
+from kvjax.spec import CacheSpec
+
+POSITION_END = 2**31 - 1
+EMPTY_SPAN = (POSITION_END, -1)
+
+
+class Status(enum.IntFlag):
+    """Bits of `Cache.status`; all but OUT_OF_PAGES stay set until `clear_status`."""
+
+    OUT_OF_PAGES = 1
+    DOUBLE_FREE = 2
+    POSITION_LIMIT = 4
+    NONFINITE_INPUT = 8
+    TRUNCATE_REFUSED = 16
+    BAD_LENGTHS = 32
+    BROKEN_INVARIANT = 64
+
+
+STATUS_MEANING = {
+    Status.OUT_OF_PAGES: "the last step did not fit the pool or a page table: release sequences or raise num_pages",
+    Status.DOUBLE_FREE: "a page was dropped or retained that nobody held: the call changed nothing",
+    Status.POSITION_LIMIT: f"a sequence reached position {POSITION_END}: release it and start again",
+    Status.NONFINITE_INPUT: "keys or values with inf or NaN were written",
+    Status.TRUNCATE_REFUSED: "truncate asked for tokens a window has passed (raise rollback): it changed nothing",
+    Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together",
+    Status.BROKEN_INVARIANT: "the allocator's invariants do not hold: this is a fault of kvjax, please report it",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of all sequences, in pages of one pool shared by all layers.
+
+    Logical page i of a row (one layer, group and sequence) stands at table entry `i % ring` of that row; rows hold
+    the logical pages from `first` to the one of `next_slot - 1`.
+
+    Attributes:
+        keys, values: [pages, heads_per_group, page_size, head_dim] in the page format; keys are rotated.
+        positions: int32 [pages, page_size], position of the token in each slot, -1 where empty.
+        page_span: int32 [pages, 2], least and greatest position of a page, EMPTY_SPAN where it holds none.
+        page_table: int32 [layers, groups, seqs, pages_per_seq], 0 where there is no page.
+        first: int32 [layers, groups, seqs], oldest logical page held.
+        next_slot: int32 [layers, groups, seqs], logical slot after the last appended token.
+        next_position, start_position: int32 [seqs].
+        allocator: the free pages and reference counts.
+        status: int32 [], bits of `Status`.
+        spec: the static description.
+    """
+
+    keys: Float[Array, "pages heads_per_group page_size head_dim"]
+    values: Float[Array, "pages heads_per_group page_size head_dim"]
+    positions: Int32[Array, "pages page_size"]
+    page_span: Int32[Array, "pages 2"]
+    page_table: Int32[Array, "layers groups seqs pages_per_seq"]
+    first: Int32[Array, "layers groups seqs"]
+    next_slot: Int32[Array, "layers groups seqs"]
+    next_position: Int32[Array, " seqs"]
+    start_position: Int32[Array, " seqs"]
+    allocator: Allocator
+    status: Int32[Array, ""]
+    spec: CacheSpec = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def lengths(self) -> Int32[Array, " seqs"]:
+        """Tokens seen by each sequence."""
+        return self.next_position - self.start_position
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays of the cache, metadata included."""
+        return sizes.cache_bytes(self.spec)
+
+    @property
+    def pages_used(self) -> Int32[Array, ""]:
+        """Pages held by somebody."""
+        return self.spec.num_pages - 1 - self.allocator.num_free
+
+
+def init_cache(spec: CacheSpec, *, start_positions: Int32[Array, " seqs"] | None = None) -> Cache:
+    """Build an empty cache.
+
+    Args:
+        spec: the static description.
+        start_positions: position of the first token of each sequence, 0 by default.
+
+    Raises: InputError for start positions of the wrong shape, or negative ones.
+    """
+    shapes = sizes.cache_shapes(spec)
+    start = _start_positions(spec, start_positions)
+    zeros = {name: jnp.zeros(array.shape, array.dtype) for name, array in shapes.items()}
+    zeros["positions"] = zeros["positions"] - 1
+    zeros["page_span"] = jnp.broadcast_to(jnp.array(EMPTY_SPAN, jnp.int32), shapes["page_span"].shape)
+    arrays = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
+    allocator = init_allocator(spec.num_pages)
+    # next_position is a copy: one buffer must not be donated twice.
+    positions = dict(next_position=start + 0, start_position=start)
+    return Cache(**(arrays | positions), allocator=allocator, spec=spec)
+
+
+def _start_positions(spec: CacheSpec, start_positions) -> Int32[Array, " seqs"]:
+    if start_positions is None:
+        return jnp.zeros(spec.max_seqs, jnp.int32)
+    start = np.asarray(start_positions)
+    if start.shape != (spec.max_seqs,) or start.min() < 0 or start.max() >= POSITION_END:
+        raise InputError(
+            f"start_positions {start.tolist()} must be {spec.max_seqs} positions from 0 to {POSITION_END - 1}"
+        )
+    return jnp.array(start, jnp.int32)
+
+
+def clear_status(cache: Cache) -> Cache:
+    """Forget all status bits."""
+    return dataclasses.replace(cache, status=jnp.zeros_like(cache.status))
+
+
+def raise_status(cache: Cache, bit: Status, when) -> Cache:
+    """Set a status bit where `when` (a traced bool) holds."""
+    return dataclasses.replace(cache, status=cache.status | jnp.where(when, int(bit), 0).astype(jnp.int32))
+
+
+def ring_of(spec: CacheSpec) -> Int32[Array, "layers 1 1"]:
+    """Table entries of a row that are used as a ring, for every layer (an array, as a layer may be traced)."""
+    return jnp.array(spec.rings, jnp.int32)[:, None, None]

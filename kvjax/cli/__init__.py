@@ -1,0 +1,1 @@
+"""The `kvjax` command: one module a subcommand, each with `main(argv) -> exit code`."""

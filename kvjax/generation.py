@@ -1,0 +1,218 @@
+"""Generating text: `generate` runs a batch of prompts to its end, `stream` yields tokens as they are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax import sizes
+from kvjax.batch import Batch, Options, Prompts
+from kvjax.decoding import Chosen, Finish
+from kvjax.spec import CacheSpec, bucket
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token: its own, and those of the likeliest tokens by id."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What became of one prompt; `finish_reason` is stop, length or out_of_pages."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A finished batch: one `Generated` for every prompt, times in seconds, and the cache's memory."""
+
+    sequences: list[Generated]
+    ttft_s: float
+    prefill_s: float
+    decode_s: float
+    compile_s: float
+    pages_used_peak: int
+    spec: CacheSpec
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens of all sequences per second of decoding, the first of each (from the prefill) left out."""
+        tokens = sum(max(len(sequence.token_ids) - 1, 0) for sequence in self.sequences)
+        return tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    def cache_facts(self) -> dict[str, int]:
+        """Sizes of the cache: page_size, pages_total, pages_used_peak, bytes_total, bytes_used_peak."""
+        return dict(
+            page_size=self.spec.page_size,
+            pages_total=self.spec.num_pages - 1,
+            pages_used_peak=self.pages_used_peak,
+            bytes_total=sizes.cache_bytes(self.spec),
+            bytes_used_peak=self.pages_used_peak * sizes.page_bytes(self.spec),
+        )
+
+
+def generate(
+    model: nnx.Module,
+    prompts: Prompts,
+    options: Options | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
+) -> Generation:
+    """Generate for a batch of prompts: chunked prefill, then one jitted while loop over decode steps.
+
+    Args:
+        model: a module called as `model(cache, step, tokens) -> (logits [seqs, vocab], cache)` with a `config`.
+        prompts: token ids, of any lengths.
+        options: see `Options`.
+        progress: is called with prompt tokens fed and in all, after every chunk.
+        stop: is called every 16 steps with a running sequence's number and tokens; True ends it (stop texts).
+
+    Returns: everything generated, whatever the reason for the end, with times and memory.
+
+    Raises: InputError for an empty prompt, limits out of range, or a cache too small for a prompt.
+    """
+    options = options or Options()
+    run = Batch(model, prompts, options)
+    began = time.perf_counter()
+    ttft = 0.0
+    first = None
+    for chosen in run.prefill(progress):
+        first = chosen if first is None else _either(first, chosen)
+        if not ttft and bool(chosen.valid.any()):
+            ttft = time.perf_counter() - began
+    assert first is not None
+    prefilled = time.perf_counter()
+    places = bucket(max(run.limits))
+    out = jax.tree.map(lambda x: jnp.zeros((places, *x.shape), x.dtype).at[0].set(x), first)
+    out = run.decode(out, 0)
+    compiled = time.perf_counter()
+    if stop is None:
+        out = run.decode(out, places)
+    while stop is not None and run.running:
+        out = run.decode(out, 16)
+        _end_stopped(run, out, stop)
+    out = jax.device_get(out)
+    decoded = time.perf_counter()
+    return Generation(
+        sequences=_results(run, out),
+        ttft_s=ttft,
+        prefill_s=prefilled - began,
+        decode_s=decoded - compiled,
+        compile_s=compiled - prefilled,
+        pages_used_peak=int(run.state.peak_pages),
+        spec=run.spec,
+    )
+
+
+def _either(a: Chosen, b: Chosen) -> Chosen:
+    """Join what two chunks chose: a sequence chooses its first token with one of them."""
+    pick = lambda x, y: jnp.where(b.valid.reshape(-1, *(1,) * (x.ndim - 1)), y, x)  # noqa: E731
+    return jax.tree.map(pick, a, b)
+
+
+def _end_stopped(run: Batch, out: Chosen, stop: Callable[[int, list[int]], bool]) -> None:
+    finish, counts = np.array(run.state.finish), np.asarray(run.state.generated)
+    tokens = np.asarray(out.token)
+    for sequence in np.flatnonzero(finish != Finish.OUT_OF_PAGES).tolist():
+        if stop(sequence, tokens[: counts[sequence], sequence].tolist()):
+            finish[sequence] = Finish.STOP
+    run.state = dataclasses.replace(run.state, finish=jnp.asarray(finish))
+
+
+def _results(run: Batch, out: Chosen) -> list[Generated]:
+    finish, counts = np.asarray(run.state.finish), np.asarray(run.state.generated)
+    results = []
+    for sequence, prompt in enumerate(run.prompts):
+        count = int(counts[sequence])
+        results.append(
+            Generated(
+                prompt_tokens=len(prompt),
+                token_ids=np.asarray(out.token)[:count, sequence].tolist(),
+                finish_reason=Finish(int(finish[sequence])).name.lower(),
+                logprobs=_logprobs(out, sequence, count),
+            )
+        )
+    return results
+
+
+def _logprobs(out: Chosen, sequence: int, count: int) -> list[TokenLogprobs] | None:
+    if out.logprob is None or out.top_ids is None or out.top_logprobs is None:
+        return None
+    own, ids, top = (np.asarray(a)[:count, sequence].tolist() for a in (out.logprob, out.top_ids, out.top_logprobs))
+    pairs = zip(own, ids, top, strict=True)
+    return [TokenLogprobs(logprob=a, top=dict(zip(i, t, strict=True))) for a, i, t in pairs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What one sequence has got since the last time; `finish_reason` is None while it goes on."""
+
+    sequence: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+def stream(
+    model: nnx.Module,
+    prompts: Prompts,
+    options: Options | None = None,
+    *,
+    steps: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[list[Streamed]]:
+    """Yield tokens as they are chosen: after each prefill chunk, then after every `steps` decode steps (one scan).
+
+    The state is donated from scan to scan. Closing the iterator ends the generation.
+
+    Args:
+        model, prompts, options, progress: as for `generate`.
+        steps: decode steps between two yields.
+
+    Yields: one `Streamed` for every sequence that got tokens or ended.
+
+    Raises: as `generate`.
+    """
+    run = Batch(model, prompts, options or Options())
+    finished = np.zeros(len(prompts), bool)
+    for chosen in run.prefill(progress):
+        yield _streamed(run, jax.tree.map(lambda x: x[None], chosen), finished)
+    while run.running:
+        yield _streamed(run, run.scan(steps), finished)
+
+
+def _streamed(run: Batch, chosen: Chosen, finished: np.ndarray) -> list[Streamed]:
+    """Sort what some steps chose, [steps, seqs], by sequence; marks those that ended in `finished`."""
+    chosen = jax.device_get(chosen)
+    finish, events = np.asarray(run.state.finish), []
+    for sequence in range(finish.size):
+        rows = chosen.valid[:, sequence]
+        ended = finish[sequence] != Finish.RUNNING and not finished[sequence]
+        if not rows.any() and not ended:
+            continue
+        finished[sequence] |= ended
+        kept = jax.tree.map(lambda x, rows=rows: x[rows], chosen)
+        count = int(rows.sum())
+        events.append(
+            Streamed(
+                sequence=sequence,
+                token_ids=kept.token[:, sequence].tolist(),
+                finish_reason=Finish(int(finish[sequence])).name.lower() if ended else None,
+                logprobs=_logprobs(kept, sequence, count),
+            )
+        )
+    return events

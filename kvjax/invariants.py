@@ -1,0 +1,99 @@
+"""The invariants of a cache, tested on the host (`check`) and, for `debug=True`, on the device."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from kvjax.cache import EMPTY_SPAN, STATUS_MEANING, Cache, Status
+from kvjax.spec import CacheSpec
+
+
+class CacheError(RuntimeError):
+    """The cache's status names a fault, or an invariant of the allocator does not hold."""
+
+
+def broken_on_device(cache: Cache) -> Bool[Array, ""]:
+    """Return whether an invariant that needs no knowledge of the host's references is broken. O(pages)."""
+    spec, allocator = cache.spec, cache.allocator
+    stack = jnp.arange(spec.num_pages) < allocator.num_free
+    on_stack = (
+        jnp.zeros(spec.num_pages, jnp.int32).at[jnp.where(stack, allocator.free_pages, 0)].add(stack.astype(jnp.int32))
+    )
+    named = jnp.zeros(spec.num_pages, jnp.int32).at[cache.page_table.reshape(-1)].add(1).at[0].set(0)
+    free = (allocator.refcounts == 0).at[0].set(False).astype(jnp.int32)
+    return (
+        (on_stack != free).any()
+        | (named > allocator.refcounts).any()
+        | (cache.page_table < 0).any()
+        | (cache.page_table >= spec.num_pages).any()
+        | (cache.positions[0] != -1).any()
+        | (cache.first * spec.page_size > cache.next_slot).any()
+    )
+
+
+def check(cache: Cache, *, held: dict[int, int] | None = None) -> None:
+    """Verify a cache on the host.
+
+    Args:
+        cache: the cache (read, not consumed).
+        held: references that the host holds by page id (from `retain` and indexed full pages); if given, reference
+            counts must be exact, else they must be at least what the tables name.
+
+    Raises: CacheError with what `status` says or the invariant that does not hold.
+    """
+    status = Status(int(cache.status))
+    if status:
+        raise CacheError("; ".join(f"{bit.name}: {STATUS_MEANING[bit]}" for bit in status))
+    spec = cache.spec
+    _check_allocator(cache, held)
+    next_slot, first, table = (np.asarray(a) for a in (cache.next_slot, cache.first, cache.page_table))
+    positions, span = np.asarray(cache.positions), np.asarray(cache.page_span)
+    start, next_position = np.asarray(cache.start_position), np.asarray(cache.next_position)
+    _require((positions[0] == -1).all(), "page 0 is trash and holds no positions")
+    for layer, group, seq in np.ndindex(next_slot.shape):
+        row = (layer, group, seq)
+        expected = _expected_row(spec, layer, int(first[row]), int(next_slot[row]))
+        _require((table[row] > 0).tolist() == [page is not None for page in expected], f"row {row} has its pages")
+        for entry, page in enumerate(expected):
+            if page is None:
+                continue
+            slots = page * spec.page_size + np.arange(spec.page_size)
+            wanted = np.where(slots < next_slot[row], slots + (next_position[seq] - next_slot[row]), -1)
+            page_id = table[row][entry]
+            _require((positions[page_id] == wanted).all(), f"page {page_id} of row {row} has its positions")
+            kept = wanted[wanted >= 0]
+            bounds = (kept.min(), kept.max()) if kept.size else EMPTY_SPAN
+            _require(tuple(span[page_id]) == bounds, f"page {page_id} has the span of its positions")
+        _require(next_slot[row] == next_position[seq] - start[seq], f"row {row} has seen every token")
+
+
+def _expected_row(spec: CacheSpec, layer: int, first: int, next_slot: int) -> list[int | None]:
+    """Logical page of every table entry."""
+    row: list[int | None] = [None] * spec.pages_per_seq
+    for page in range(first, -(-next_slot // spec.page_size)):
+        row[page % spec.rings[layer]] = page
+    return row
+
+
+def _check_allocator(cache: Cache, held: dict[int, int] | None) -> None:
+    spec = cache.spec
+    free = np.asarray(cache.allocator.free_pages)[: int(cache.allocator.num_free)]
+    refcounts, table = np.asarray(cache.allocator.refcounts), np.asarray(cache.page_table)
+    _require(table.min() >= 0 and table.max() < spec.num_pages, "table ids are within the pool")
+    _require(len(set(free.tolist())) == free.size, "a free page is on the stack once")
+    expected_free = np.flatnonzero(refcounts == 0)[1:]
+    _require(refcounts[0] == 0, "page 0 is never held")
+    _require(np.array_equal(np.sort(free), expected_free), "free and used pages partition the pool")
+    named = np.bincount(table.reshape(-1), minlength=spec.num_pages)
+    named[0] = 0
+    for page, count in (held or {}).items():
+        named[page] += count
+    exact = (named == refcounts) if held is not None else (named <= refcounts)
+    _require(exact.all(), f"reference counts are exact (pages {np.flatnonzero(~exact)[:8].tolist()} are not)")
+
+
+def _require(holds: bool | np.bool, invariant: str) -> None:
+    if not holds:
+        raise CacheError(f"broken invariant: {invariant}")

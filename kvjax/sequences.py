@@ -1,0 +1,235 @@
+"""Operations on whole sequences: fork, truncate, release, and page sharing for a prefix index on the host.
+
+They run between steps, once per request or per beam step, and cost O(table rows they name).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from kvjax import pages
+from kvjax.cache import Cache, Status, raise_status, ring_of
+from kvjax.step import drop_pages, first_needed_page, scrub, set_positions
+
+Sequences = Int32[Array, " n"]
+
+
+def _known(cache: Cache, sequences: Sequences) -> tuple[Sequences, Bool[Array, " n"]]:
+    """Return the ids within range, and which of them are valid and named for the first time."""
+    place = jnp.arange(sequences.shape[0])
+    repeated = ((sequences[None] == sequences[:, None]) & (place[None] < place[:, None])).any(1)
+    inside = (sequences >= 0) & (sequences < cache.spec.max_seqs)
+    return jnp.where(inside, sequences, 0), inside & ~repeated
+
+
+def _open_entry(cache: Cache, next_slot: Int32[Array, "layers groups n"]) -> Bool[Array, "layers groups n entries"]:
+    """Mark the table entry of the page that `next_slot` lies in, for rows whose last page is not full."""
+    entries = jnp.arange(cache.spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
+    entry = (next_slot // cache.spec.page_size) % ring_of(cache.spec)
+    return (entries == entry[..., None]) & (next_slot % cache.spec.page_size > 0)[..., None]
+
+
+def _copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, " n"], positions) -> Cache:
+    """Copy keys and values of pages (0 to 0 for none) and set the targets' positions [n, page_size]."""
+    cache = dataclasses.replace(
+        cache,
+        keys=cache.keys.at[target].set(cache.keys.at[source].get(mode="promise_in_bounds")),
+        values=cache.values.at[target].set(cache.values.at[source].get(mode="promise_in_bounds")),
+    )
+    return set_positions(cache, target, jnp.where((target > 0)[:, None], positions, -1))
+
+
+def _select(ok: Bool[Array, ""], new, old):
+    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+
+def fork(cache: Cache, source: Sequences, target: Sequences) -> tuple[Cache, Bool[Array, ""]]:
+    """Make each target sequence a copy of its source: full pages are shared, open pages are copied.
+
+    All sources are read before any target is written, so permutations are allowed; what a target held is released.
+    All or nothing.
+
+    Args:
+        cache: the cache; donate it.
+        source, target: int32 [n] sequence ids; targets are distinct.
+
+    Returns: the cache, and False where pages ran out or an id is invalid: then nothing has changed.
+    """
+    source, source_ok = _known_sources(cache, source)
+    target, target_ok = _known(cache, target)
+    moved = (source != target)[None, None, :, None]
+    rows = cache.page_table[:, :, source]
+    old_rows = cache.page_table[:, :, target]
+    is_open = _open_entry(cache, cache.next_slot[:, :, source]) & moved
+    allocator, _ = pages.retain(cache.allocator, jnp.where(moved & ~is_open, rows, 0).reshape(-1))
+    allocator, status, freed = drop_pages(allocator, cache.status, jnp.where(moved, old_rows, 0).reshape(-1))
+    wanted = is_open.any(-1).reshape(-1)
+    ok = source_ok.all() & target_ok.all() & (wanted.sum() <= allocator.num_free)
+    allocator, copies = pages.pop(allocator, wanted & ok)
+
+    opened = jnp.where(is_open & ok, rows, 0).sum(-1).reshape(-1)
+    positions = cache.positions.at[opened].get(mode="promise_in_bounds")
+    freed_by_fork = jnp.where(ok, freed, 0)
+    forked = _copy_pages(cache, opened, copies, positions)
+    forked = scrub(forked, jnp.where((freed_by_fork[:, None] == copies[None]).any(1), 0, freed_by_fork))
+    rows = jnp.where(is_open, copies.reshape(is_open.shape[:3])[..., None], rows)
+    allocator, status = _select(ok, (allocator, status), (cache.allocator, cache.status))
+
+    def moved_rows(array, axis_rows):
+        index = (slice(None),) * axis_rows + (target,)
+        taken = (slice(None),) * axis_rows + (source,)
+        return array.at[index].set(jnp.where(ok, array[taken], array[index]))
+
+    return dataclasses.replace(
+        forked,
+        page_table=cache.page_table.at[:, :, target].set(jnp.where(ok, rows, old_rows)),
+        first=moved_rows(cache.first, 2),
+        next_slot=moved_rows(cache.next_slot, 2),
+        next_position=moved_rows(cache.next_position, 0),
+        start_position=moved_rows(cache.start_position, 0),
+        allocator=allocator,
+        status=status,
+    ), ok
+
+
+def _known_sources(cache: Cache, source: Sequences) -> tuple[Sequences, Bool[Array, " n"]]:
+    inside = (source >= 0) & (source < cache.spec.max_seqs)
+    return jnp.where(inside, source, 0), inside
+
+
+def release(cache: Cache, sequences: Sequences) -> Cache:
+    """Empty sequences: their references are dropped, and a later sequence in their place starts at position 0.
+
+    Ids that are out of range or repeated are ignored.
+    """
+    sequences, known = _known(cache, sequences)
+    kept = known[None, None, :, None]
+    rows = jnp.where(kept, cache.page_table[:, :, sequences], 0)
+    allocator, status, freed = drop_pages(cache.allocator, cache.status, rows.reshape(-1))
+    released = jnp.zeros(cache.spec.max_seqs, bool).at[sequences].max(known)
+    cache = dataclasses.replace(
+        cache,
+        page_table=cache.page_table.at[:, :, sequences].add(-rows),
+        first=jnp.where(released[None, None], 0, cache.first),
+        next_slot=jnp.where(released[None, None], 0, cache.next_slot),
+        next_position=jnp.where(released, 0, cache.next_position),
+        start_position=jnp.where(released, 0, cache.start_position),
+        allocator=allocator,
+        status=status,
+    )
+    return scrub(cache, freed)
+
+
+def truncate(cache: Cache, sequences: Sequences, lengths: Int32[Array, " n"]) -> Cache:
+    """Keep the first `lengths` tokens of sequences and return the pages that become empty.
+
+    A page that becomes open again and is shared is copied first. All or nothing: TRUNCATE_REFUSED is set and nothing
+    changes if a window has passed tokens that would be visible again (see `CacheSpec.rollback`), a length is negative,
+    an id is out of range or repeated, or a copy finds no free page. A length beyond the sequence keeps all of it.
+    """
+    spec = cache.spec
+    sequences, known = _known(cache, sequences)
+    removed = jnp.maximum(cache.lengths[sequences] - lengths, 0)
+    before, first = cache.next_slot[:, :, sequences], cache.first[:, :, sequences]
+    after = before - removed[None, None]
+    rows = cache.page_table[:, :, sequences]
+    entries = jnp.arange(spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
+    page = first[..., None] + (entries - first[..., None]) % ring_of(spec)[..., None]
+    emptied = (rows > 0) & (page * spec.page_size >= after[..., None])
+    is_open = _open_entry(cache, after) & (removed > 0)[None, None, :, None]
+    opened = jnp.where(is_open, rows, 0).sum(-1)
+    shared = cache.allocator.refcounts[opened] > 1
+
+    dropped = jnp.where(emptied | (is_open & shared[..., None]), rows, 0)
+    allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
+    visible = first_needed_page(dataclasses.replace(spec, rollback=0), after)
+    ok = known.all() & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
+    allocator, copies = pages.pop(allocator, (shared & ok).reshape(-1))
+    allocator, status = _select(ok, (allocator, status), (cache.allocator, cache.status))
+
+    copies = copies.reshape(shared.shape)
+    kept_page = jnp.where(ok, jnp.where(shared, copies, opened), 0)
+    slots = (after // spec.page_size * spec.page_size)[..., None] + jnp.arange(spec.page_size, dtype=jnp.int32)
+    positions = jnp.where(slots < after[..., None], cache.positions[opened], -1)
+    source = jnp.where(ok, opened, 0).reshape(-1)
+    truncated = _copy_pages(cache, source, kept_page.reshape(-1), positions.reshape(-1, spec.page_size))
+    new_rows = jnp.where(emptied, 0, jnp.where(is_open, kept_page[..., None], rows))
+    truncated = dataclasses.replace(
+        truncated,
+        page_table=cache.page_table.at[:, :, sequences].set(jnp.where(ok, new_rows, rows)),
+        next_slot=cache.next_slot.at[:, :, sequences].set(jnp.where(ok, after, before)),
+        next_position=cache.next_position.at[sequences].add(jnp.where(ok, -removed, 0)),
+        allocator=allocator,
+        status=status,
+    )
+    truncated = scrub(truncated, jnp.where(ok & ~(freed[:, None] == copies.reshape(-1)[None]).any(1), freed, 0))
+    return raise_status(truncated, Status.TRUNCATE_REFUSED, ~ok)
+
+
+def share(
+    cache: Cache,
+    sequence: Int32[Array, ""],
+    page_ids: Int32[Array, "layers groups n"],
+    start_position: Int32[Array, ""],
+) -> tuple[Cache, Bool[Array, ""]]:
+    """Put full pages that somebody holds at the front of an empty sequence; the sequence gets references of its own.
+
+    Args:
+        cache: the cache; donate it.
+        sequence: int32 [] id of an empty sequence.
+        page_ids: int32 [layers, groups, n]; 0 at the front of a row where a window has passed.
+        start_position: int32 [] position of the first token of page 0 of every row.
+
+    Returns: the cache, and False if the sequence is not empty, a page is free, a visible page is missing or a row does
+        not fit the table: then nothing has changed.
+    """
+    spec = cache.spec
+    num_pages = page_ids.shape[-1]
+    held = page_ids > 0
+    first = jnp.where(held.any(-1), jnp.argmax(held, axis=-1), num_pages).astype(jnp.int32)
+    page = jnp.arange(num_pages, dtype=jnp.int32)[None, None]
+    next_slot = jnp.full_like(first, num_pages * spec.page_size)
+    visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot)
+    complete = (held == (page >= first[..., None])).all() & (first <= visible).all()
+    fits = (num_pages - first <= ring_of(spec)[..., 0]).all()
+    inside = (sequence >= 0) & (sequence < spec.max_seqs)
+    sequence = jnp.where(inside, sequence, 0)
+    empty = (cache.next_slot[:, :, sequence] == 0).all()
+    ok = inside & empty & complete & fits & (start_position >= 0)
+    allocator, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
+    ok = ok & all_held
+
+    layer, group, entry = jnp.broadcast_arrays(
+        jnp.arange(spec.num_layers)[:, None, None], jnp.arange(spec.groups)[None, :, None], page % ring_of(spec)
+    )
+    where = (layer, group, jnp.broadcast_to(sequence, layer.shape), entry)
+    table = cache.page_table.at[where].add(jnp.where(ok, page_ids, 0))
+    return dataclasses.replace(
+        cache,
+        page_table=table,
+        first=cache.first.at[:, :, sequence].set(jnp.where(ok, first, cache.first[:, :, sequence])),
+        next_slot=cache.next_slot.at[:, :, sequence].add(jnp.where(ok, next_slot, 0)),
+        next_position=cache.next_position.at[sequence].set(
+            jnp.where(ok, start_position + num_pages * spec.page_size, cache.next_position[sequence])
+        ),
+        start_position=cache.start_position.at[sequence].set(
+            jnp.where(ok, start_position, cache.start_position[sequence])
+        ),
+        allocator=allocator,
+    ), ok
+
+
+def retain(cache: Cache, ids: Int32[Array, " n"]) -> Cache:
+    """Add a reference of the host's to pages that are held (0 is ignored); DOUBLE_FREE is set if one is free."""
+    allocator, ok = pages.retain(cache.allocator, ids)
+    return raise_status(dataclasses.replace(cache, allocator=allocator), Status.DOUBLE_FREE, ~ok)
+
+
+def drop(cache: Cache, ids: Int32[Array, " n"]) -> Cache:
+    """Take the host's reference to pages away (0 is ignored); DOUBLE_FREE is set if a page has none left."""
+    allocator, status, freed = drop_pages(cache.allocator, cache.status, ids)
+    return scrub(dataclasses.replace(cache, allocator=allocator, status=status), freed)

@@ -1,0 +1,147 @@
+"""The static description of a cache: shapes, page format and windows. Nothing here touches a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.errors import InputError
+
+FORMATS = ("bfloat16", "float16", "float32")
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def canonical_format(name: str) -> str:
+    """Return the page format that `name` or its alias (vLLM's names) stands for.
+
+    Raises: InputError for a name that is no format.
+    """
+    format_name = _ALIASES.get(name, name)
+    if format_name not in FORMATS:
+        raise InputError(f"format {name!r} is not a page format: choose one of {', '.join(FORMATS)}")
+    return format_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Everything static about a cache; hashable, so it can key a compiled program.
+
+    Attributes:
+        num_layers: attention layers of the model.
+        num_kv_heads: key/value heads of a layer.
+        head_dim: values per head, even.
+        num_pages: pages in the pool, the trash page 0 included.
+        max_seqs: sequences the cache can hold at once.
+        pages_per_seq: table entries of a sequence in one layer; `pages_per_seq * page_size` tokens fit a layer
+            without a window, a windowed layer reuses its entries for ever.
+        max_query_length: most tokens of one sequence in one step.
+        page_size: tokens of a page, a multiple of 8.
+        format: dtype of the stored keys and values: one of FORMATS or an alias.
+        windows: per layer the sliding window in tokens (a query sees itself and the `window - 1` tokens before
+            it) or None; None for all layers means no windows.
+        rollback: tokens that `truncate` can take back in a windowed layer.
+        groups: head groups with pages of their own: 1 (all heads of a layer share pages) or num_kv_heads.
+        scrub_on_free: zero the keys and values of a page when it returns to the pool.
+        debug: let every end_step test the allocator's invariants on the device (cost grows with the pool).
+
+    Raises: InputError naming the value and what is allowed.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    max_seqs: int
+    pages_per_seq: int
+    max_query_length: int
+    page_size: int = 16
+    format: str = "bfloat16"
+    windows: Sequence[int | None] | None = None
+    rollback: int = 0
+    groups: int = 1
+    scrub_on_free: bool = False
+    debug: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "format", canonical_format(self.format))
+        windows = (None,) * self.num_layers if self.windows is None else tuple(self.windows)
+        object.__setattr__(self, "windows", windows)
+        for name in ("num_layers", "num_kv_heads", "head_dim", "max_seqs", "pages_per_seq", "max_query_length"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("rollback", self.rollback, 0)
+        self._check_shapes()
+        self._check_windows()
+
+    def _check_shapes(self):
+        if self.page_size < 8 or self.page_size % 8:
+            raise InputError(f"page_size {self.page_size} is not a multiple of 8 from 8 on: use 8, 16, 32, 64 or 128")
+        if self.head_dim % 2:
+            raise InputError(f"head_dim {self.head_dim} is odd: rotary pairs and packed formats need an even size")
+        if self.groups not in (1, self.num_kv_heads):
+            raise InputError(f"groups {self.groups} is neither 1 nor num_kv_heads ({self.num_kv_heads})")
+        row_pages = self.num_layers * self.groups
+        if self.num_pages < row_pages + 1:
+            raise InputError(
+                f"num_pages {self.num_pages} cannot hold one sequence: {self.num_layers} layers x {self.groups} groups "
+                f"need a page each and page 0 is reserved; use at least {row_pages + 1}"
+            )
+
+    def _check_windows(self):
+        if len(self.windows) != self.num_layers:
+            raise InputError(f"windows names {len(self.windows)} layers, the model has {self.num_layers}")
+        for layer, window in enumerate(self.windows):
+            if window is None:
+                continue
+            _at_least(f"windows[{layer}]", window, 1)
+            if self.pages_per_seq < (needed := self._ring_of_window(window)):
+                raise InputError(
+                    f"pages_per_seq {self.pages_per_seq} is too small for layer {layer}: window {window}, "
+                    f"max_query_length {self.max_query_length} and rollback {self.rollback} need {needed}"
+                )
+
+    def _ring_of_window(self, window: int) -> int:
+        return pages_for(window + self.max_query_length + self.rollback, self.page_size) + 1
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """Per layer the table entries that a row uses as a ring."""
+        return tuple(self.pages_per_seq if w is None else self._ring_of_window(w) for w in self.windows)
+
+    @property
+    def window_rings(self) -> tuple[int, ...]:
+        """The rings of the layers that have a window: the least `pages_per_seq` may be."""
+        return tuple(self._ring_of_window(w) for w in self.windows if w is not None)
+
+    @property
+    def heads_per_group(self) -> int:
+        """KV heads whose keys and values share a page."""
+        return self.num_kv_heads // self.groups
+
+    @property
+    def dtype(self) -> np.dtype:
+        """dtype of the stored keys and values."""
+        return jnp.dtype(self.format)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of one sequence, or None if every layer has a window and a sequence may run for ever."""
+        return None if all(self.windows) else self.pages_per_seq * self.page_size
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // page_size)
+
+
+def bucket(count: int) -> int:
+    """Round up to at most two significant bits after the first, so that similar sizes share a compiled program."""
+    step = 1 << max(count.bit_length() - 3, 0)
+    return -(-count // step) * step
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} is {value}: it must be at least {least}")

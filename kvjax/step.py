@@ -1,0 +1,317 @@
+"""A step: allocation before the layers run, bookkeeping after them. The host is not asked for anything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from kvjax import pages
+from kvjax.cache import EMPTY_SPAN, POSITION_END, Cache, Status, raise_status, ring_of
+from kvjax.errors import InputError
+from kvjax.invariants import broken_on_device
+from kvjax.spec import CacheSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Writes:
+    """The pages that a step's tokens go to, int32 [layers, groups, touched] each; see `kernels.write_pages`.
+
+    Attributes:
+        pages: ids, 0 for padding.
+        first_tokens: place of the first packed token of each page.
+        begins, ends: the slots that receive tokens.
+    """
+
+    pages: Int32[Array, "layers groups touched"]
+    first_tokens: Int32[Array, "layers groups touched"]
+    begins: Int32[Array, "layers groups touched"]
+    ends: Int32[Array, "layers groups touched"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Where the tokens of one step belong; closed over by the layers, never carried from step to step.
+
+    Tokens are packed: those of sequence 0, then those of sequence 1, ..., and padding at the end.
+
+    Attributes:
+        ok: bool [], whether the step could be served; if not, all lengths are 0 and every write goes to trash.
+        lengths: int32 [seqs], tokens each sequence brings.
+        starts: int32 [seqs], place of its first token.
+        sequence, position: int32 [tokens], owner and position of each token (0 where padded).
+        valid: bool [tokens].
+        writes: the pages that receive keys and values.
+        index: bool [seqs], sequences whose full pages get a reference for the prefix index.
+        max_query_length: most tokens of one sequence (static).
+    """
+
+    ok: Bool[Array, ""]
+    lengths: Int32[Array, " seqs"]
+    starts: Int32[Array, " seqs"]
+    sequence: Int32[Array, " tokens"]
+    position: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+    writes: Writes
+    index: Bool[Array, " seqs"]
+    max_query_length: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def last_token(self) -> Int32[Array, " seqs"]:
+        """Place of each sequence's last token (0 for a sequence that brings none)."""
+        return jnp.maximum(self.starts + self.lengths - 1, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the host reads of a step; small and not donated.
+
+    Attributes:
+        ok: bool [].
+        status: int32 [], bits of `Status`.
+        num_free: int32 [], free pages.
+        lengths: int32 [seqs], tokens seen.
+        full_pages: int32 [layers, groups, seqs, ceil(max_query_length / page_size)], pages that became full in this
+            step and are still in the table, else 0; those of indexed sequences carry one more reference, the caller's.
+    """
+
+    ok: Bool[Array, ""]
+    status: Int32[Array, ""]
+    num_free: Int32[Array, ""]
+    lengths: Int32[Array, " seqs"]
+    full_pages: Int32[Array, "layers groups seqs full"]
+
+
+def begin_step(
+    cache: Cache,
+    query_lengths: Int32[Array, " seqs"],
+    *,
+    num_tokens: int,
+    max_query_length: int,
+    index: Bool[Array, " seqs"] | None = None,
+) -> tuple[Cache, Step]:
+    """Allocate the slots of a step's tokens in all layers.
+
+    When pages run out nothing is allocated: `step.ok` is False, all lengths count as 0 and the step changes nothing.
+
+    Args:
+        cache: the cache; donate it.
+        query_lengths: int32 [seqs], new tokens of each sequence.
+        num_tokens: places for packed tokens (static).
+        max_query_length: most tokens of one sequence (static); 1 is decode.
+        index: bool [seqs], sequences whose pages the host's prefix index will hold.
+
+    Raises: InputError for static sizes the cache was not built for.
+    """
+    spec = cache.spec
+    if not 1 <= max_query_length <= spec.max_query_length:
+        raise InputError(f"max_query_length {max_query_length} is outside 1..{spec.max_query_length} of the cache")
+    if num_tokens < 1:
+        raise InputError(f"num_tokens is {num_tokens}: a step needs at least 1")
+    cache, lengths, ok = _accept(cache, query_lengths, num_tokens, max_query_length)
+    touched = _touched_pages(cache, lengths, num_tokens, max_query_length)
+    cache, ids, ok = _allocate(cache, touched, ok)
+    lengths = jnp.where(ok, lengths, 0)
+    cache = _write_positions(cache, lengths, touched, ids)
+    sequence, offset, valid = pages.ragged(lengths, num_tokens)
+    position = jnp.where(valid, cache.next_position.at[sequence].get(mode="promise_in_bounds") + offset, 0)
+    starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
+    index = jnp.zeros(spec.max_seqs, bool) if index is None else index
+    writes = _writes(cache, lengths, starts, touched, ids)
+    step = Step(ok, lengths, starts, sequence, position, valid, writes, index, max_query_length)
+    return cache, step
+
+
+def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
+    """Refuse lengths no step may have, and positions past the last one."""
+    bad = (lengths < 0).any() | (lengths > longest).any() | (lengths.sum() > num_tokens)
+    lengths = jnp.clip(lengths, 0, longest)
+    at_end = (cache.next_position > POSITION_END - lengths).any()
+    cache = dataclasses.replace(cache, status=cache.status & ~int(Status.OUT_OF_PAGES))
+    cache = raise_status(raise_status(cache, Status.BAD_LENGTHS, bad), Status.POSITION_LIMIT, at_end)
+    return cache, lengths, ~(bad | at_end)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Touched:
+    """Pages that receive tokens in a step: [layers, groups, touched] each, padded at the end."""
+
+    sequence: Int32[Array, "layers groups touched"]
+    page: Int32[Array, "layers groups touched"]
+    used: Bool[Array, "layers groups touched"]
+    new: Bool[Array, "layers groups touched"]
+
+
+def touched_bound(spec: CacheSpec, num_tokens: int, max_query_length: int) -> int:
+    """Most pages of one layer and group that `num_tokens` tokens of at most `max_query_length` each can touch."""
+    active = min(spec.max_seqs, num_tokens)
+    of_all = (num_tokens + active * (spec.page_size - 2)) // spec.page_size + active
+    of_each = ((max_query_length + spec.page_size - 2) // spec.page_size + 1) * active
+    return min(num_tokens, of_all, of_each)
+
+
+def _touched_pages(cache: Cache, lengths, num_tokens: int, longest: int) -> _Touched:
+    size = cache.spec.page_size
+    begin = cache.next_slot // size
+    end = jnp.where(lengths > 0, -(-(cache.next_slot + lengths[None, None]) // size), begin)
+    bound = touched_bound(cache.spec, num_tokens, longest)
+    layout = jax.vmap(jax.vmap(lambda counts: pages.ragged(counts, bound)))
+    sequence, within, used = layout(end - begin)
+    page = _of_rows(begin, sequence) + within
+    new = used & (page * size >= _of_rows(cache.next_slot, sequence))
+    return _Touched(sequence, page, used, new)
+
+
+def _of_rows(rows: Int32[Array, "layers groups seqs"], sequence: Int32[Array, "layers groups n"]):
+    return jnp.take_along_axis(rows, sequence, axis=2, mode="promise_in_bounds")
+
+
+def _entry_ids(cache: Cache, sequence, page):
+    """Ids that the table holds for logical pages [layers, groups, n] of sequences [layers, groups, n]."""
+    layer, group, _ = jnp.ix_(*map(jnp.arange, sequence.shape))
+    entry = page % ring_of(cache.spec)
+    where = (layer, group, sequence, entry)
+    return cache.page_table.at[where].get(mode="promise_in_bounds"), where
+
+
+def _allocate(cache: Cache, touched: _Touched, ok):
+    """Pop a page for every new one; all or nothing. Returns the ids of the touched pages too (0 where none)."""
+    fits_row = touched.page - _of_rows(cache.first, touched.sequence) < ring_of(cache.spec)
+    wanted = touched.new.sum(dtype=jnp.int32)
+    enough = (wanted <= cache.allocator.num_free) & (fits_row | ~touched.used).all()
+    cache = raise_status(cache, Status.OUT_OF_PAGES, ok & ~enough)
+    ok = ok & enough
+
+    def allocate(allocator, table):
+        allocator, ids = pages.pop(allocator, (touched.new & ok).reshape(-1))
+        _, where = _entry_ids(cache, touched.sequence, touched.page)
+        # Entries without a page are 0, so adding writes the new ids and lets padding change nothing.
+        return allocator, table.at[where].add(ids.reshape(touched.new.shape), mode="promise_in_bounds")
+
+    allocator, table = jax.lax.cond(ok & (wanted > 0), allocate, lambda *same: same, cache.allocator, cache.page_table)
+    cache = dataclasses.replace(cache, allocator=allocator, page_table=table)
+    ids, _ = _entry_ids(cache, touched.sequence, touched.page)
+    return cache, jnp.where(touched.used & ok, ids, 0), ok
+
+
+def _write_positions(cache: Cache, lengths, touched: _Touched, ids) -> Cache:
+    """Write the positions of the step's tokens, in all layers at once, and the span of every page they touch."""
+    size = cache.spec.page_size
+    slot = touched.page[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
+    begin = _of_rows(cache.next_slot, touched.sequence)
+    count = lengths.at[touched.sequence].get(mode="promise_in_bounds")
+    offset = slot - begin[..., None]
+    written = (offset >= 0) & (offset < count[..., None])
+    old = jnp.where(touched.new[..., None], -1, cache.positions.at[ids].get(mode="promise_in_bounds"))
+    position = cache.next_position.at[touched.sequence].get(mode="promise_in_bounds")[..., None] + offset
+    rows = jnp.where((ids > 0)[..., None], jnp.where(written, position, old), -1)
+    return set_positions(cache, ids.reshape(-1), rows.reshape(-1, size))
+
+
+def set_positions(cache: Cache, ids: Int32[Array, " n"], rows: Int32[Array, "n page_size"]) -> Cache:
+    """Replace the positions of pages `ids` (0 for none) and recompute their spans."""
+    least = jnp.where(rows >= 0, rows, EMPTY_SPAN[0]).min(-1)
+    span = jnp.stack([least, rows.max(-1)], axis=-1)
+    return dataclasses.replace(
+        cache,
+        positions=cache.positions.at[ids].set(rows, mode="promise_in_bounds"),
+        page_span=cache.page_span.at[ids].set(span, mode="promise_in_bounds"),
+    )
+
+
+def _writes(cache: Cache, lengths, starts, touched: _Touched, ids) -> Writes:
+    size = cache.spec.page_size
+    of_owner = lambda per_sequence: per_sequence.at[touched.sequence].get(mode="promise_in_bounds")  # noqa: E731
+    ahead = touched.page * size - _of_rows(cache.next_slot, touched.sequence)
+    first_token = of_owner(starts) + jnp.maximum(ahead, 0)
+    return Writes(ids, first_token, jnp.maximum(-ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size))
+
+
+def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
+    """Advance lengths and positions, return pages that windows have passed, and report.
+
+    Args:
+        cache: as `attend` of the last layer returned it; donate it.
+        step: as `begin_step` returned it.
+
+    Returns: the cache, and a report of its own that the host may read late.
+    """
+    spec = cache.spec
+    before = cache.next_slot
+    after = before + step.lengths[None, None]
+    cache = dataclasses.replace(cache, next_slot=after, next_position=cache.next_position + step.lengths)
+    cache = _drop_passed_pages(cache, step)
+    cache, full = _full_pages(cache, step, before // spec.page_size, after // spec.page_size)
+    if spec.debug:
+        cache = raise_status(cache, Status.BROKEN_INVARIANT, broken_on_device(cache))
+    # Sums with 0 so that the report shares no buffer with the donated cache.
+    report = Report(step.ok, cache.status + 0, cache.allocator.num_free + 0, cache.lengths, full)
+    return cache, report
+
+
+def first_needed_page(spec: CacheSpec, next_slot: Int32[Array, "layers groups seqs"]):
+    """Oldest logical page that the next token or a rollback can still see; 0 for layers without a window."""
+    reach = jnp.array([POSITION_END if w is None else w - 1 + spec.rollback for w in spec.windows], jnp.int32)
+    return jnp.maximum(next_slot - reach[:, None, None], 0) // spec.page_size
+
+
+def _drop_passed_pages(cache: Cache, step: Step) -> Cache:
+    spec = cache.spec
+    if not any(spec.windows):
+        return cache
+    first = jnp.maximum(cache.first, first_needed_page(spec, cache.next_slot))
+    most = -(-step.max_query_length // spec.page_size)
+    page = cache.first[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None]
+    passed = page < first[..., None]
+
+    def drop(table, allocator, status):
+        shape = (*passed.shape[:2], spec.max_seqs * most)
+        sequence = jnp.broadcast_to(jnp.arange(spec.max_seqs, dtype=jnp.int32)[None, None, :, None], passed.shape)
+        ids, where = _entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
+        ids = jnp.where(passed.reshape(shape), ids, 0)
+        return (table.at[where].add(-ids, mode="promise_in_bounds"), *drop_pages(allocator, status, ids.reshape(-1)))
+
+    def keep(table, allocator, status):
+        return table, allocator, status, jnp.zeros(passed.size, jnp.int32)
+
+    parts = (cache.page_table, cache.allocator, cache.status)
+    table, allocator, status, freed = jax.lax.cond(passed.any(), drop, keep, *parts)
+    cache = dataclasses.replace(cache, page_table=table, allocator=allocator, status=status, first=first)
+    return scrub(cache, freed)
+
+
+def drop_pages(allocator: pages.Allocator, status: Int32[Array, ""], ids: Int32[Array, " n"]):
+    """Take one reference from each of the pages `ids` (0 for none).
+
+    Returns: the allocator, the status (DOUBLE_FREE set if a reference did not exist) and the pages that became free.
+    """
+    allocator, freed, ok = pages.drop(allocator, ids)
+    return allocator, status | jnp.where(ok, 0, int(Status.DOUBLE_FREE)).astype(jnp.int32), freed
+
+
+def scrub(cache: Cache, freed: Int32[Array, " n"]) -> Cache:
+    """Zero the keys and values of pages that became free, if the spec asks for it."""
+    if not cache.spec.scrub_on_free:
+        return cache
+    return dataclasses.replace(cache, keys=cache.keys.at[freed].set(0), values=cache.values.at[freed].set(0))
+
+
+def _full_pages(cache: Cache, step: Step, begin, end):
+    """Ids [layers, groups, seqs, n] that became full, with one more reference for indexed sequences."""
+    most = -(-step.max_query_length // cache.spec.page_size)
+    page = begin[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None]
+    full = (page < end[..., None]) & (page >= cache.first[..., None])
+    shape = (*full.shape[:2], -1)
+    sequence = jnp.broadcast_to(jnp.arange(cache.spec.max_seqs, dtype=jnp.int32)[None, None, :, None], full.shape)
+    ids, _ = _entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
+    ids = jnp.where(full, ids.reshape(full.shape), 0)
+    indexed = jnp.where(step.index[None, None, :, None], ids, 0).reshape(-1)
+    allocator, _ = jax.lax.cond(
+        (indexed > 0).any(), pages.retain, lambda same, _: (same, jnp.bool_(True)), cache.allocator, indexed
+    )
+    return dataclasses.replace(cache, allocator=allocator), ids

@@ -1,0 +1,1 @@
+"""Language models written on the cache, and the readers of their weights. Imported as `kvjax.models`."""

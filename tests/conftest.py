@@ -1,0 +1,43 @@
+"""What holds for every test: jax's strict settings, shapes checked at run time, hypothesis profiles, tools."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+import kvjax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# From here on every kvjax module is imported with its shapes checked. jaxtyping asks only the finder of plain
+# folders, which cannot see the mapping of pyproject.toml: with this it finds kvjax.kernels and kvjax.models.
+kvjax.__path__.append(str(Path(__file__).parent.parent))
+# The tower: an int is a float, as in every type checker.
+jaxtyping.install_import_hook("kvjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+# The same examples in every run, so that a failure is the commit's. For a search: HYPOTHESIS_PROFILE=search.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def missing(reason: str) -> None:
+    """Skip the running test because something it needs is not there; fail it where `CI` is set."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def kernels_python() -> str:
+    """The Python of the environment that has the GPU and TPU compilers, for checks in a subprocess."""
+    path = os.environ.get("KVJAX_KERNELS_PYTHON", "")
+    if not os.access(path, os.X_OK):
+        missing("KVJAX_KERNELS_PYTHON does not name a Python with the kernel-checks wheels: run `make test-slow`")
+    return path

@@ -1,0 +1,101 @@
+"""The `kvjax` command: versions, help, dispatch and errors."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli import main as cli
+from kvjax.errors import InputError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A function that puts another one in the place of `kvjax.cli.generate.main`."""
+    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
+
+    def put(function):
+        monkeypatch.setitem(sys.modules, "kvjax.cli.generate", types.SimpleNamespace(main=function))
+
+    return put
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"kvjax \d+\.\d+\.\d+, jax [\d.]+, backend cpu \(8 x cpu\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_names_commands_and_folder(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "100%"))
+    monkeypatch.setattr(sys, "argv", ["kvjax", *arguments])
+    try:
+        assert cli.main() == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    out = capsys.readouterr().out
+    assert "KVJAX_CACHE" in out and str(tmp_path / "100%") in out
+    for name, text in cli.COMMANDS.items():
+        assert re.search(rf"^ +{name} +{text}$", out, re.MULTILINE)
+
+
+def test_arguments_go_to_the_subcommand(command):
+    seen = []
+    command(lambda argv: seen.append(argv) or 3)
+    assert cli.main(["generate", "--help", "--", "--version"]) == 3
+    assert seen == [["--help", "--", "--version"]]
+
+
+def test_input_error_is_one_line(command, capsys):
+    def fail(argv):
+        raise InputError("page_size is 0,\nallowed is 1 or more: change it")
+
+    command(fail)
+    assert cli.main(["generate"]) == 2
+    assert capsys.readouterr().err == "kvjax: error: page_size is 0, allowed is 1 or more: change it\n"
+
+
+def test_other_errors_keep_their_traceback(command):
+    command(lambda argv: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["generate"])
+
+
+def test_interrupt(command):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    command(interrupt)
+    assert cli.main(["generate"]) == 130
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"]])
+def test_unknown_argument(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_bad_cache_folder_is_one_line(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("KVJAX_CACHE", str(file))
+    assert cli.main(["--help"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_script_and_command_are_the_same(name, tmp_path):
+    script = [sys.executable, Path(__file__).parent.parent / "scripts" / f"{name}.py"]
+    installed = [Path(sys.executable).parent / "kvjax", name]
+    environment = {**os.environ, "KVJAX_CACHE": str(tmp_path)}
+    outputs = [
+        subprocess.run([*front, "--help"], env=environment, capture_output=True, text=True, check=True).stdout
+        for front in (script, installed)
+    ]
+    assert outputs[0] and outputs[0] == outputs[1]
