@@ -10,13 +10,21 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvjax.attention import attend as attend
+    from kvjax.batch import Options as Options
     from kvjax.cache import Cache as Cache
     from kvjax.cache import Status as Status
     from kvjax.cache import clear_status as clear_status
     from kvjax.cache import init_cache as init_cache
     from kvjax.errors import InputError as InputError
+    from kvjax.generation import Generated as Generated
+    from kvjax.generation import Generation as Generation
+    from kvjax.generation import Streamed as Streamed
+    from kvjax.generation import generate as generate
+    from kvjax.generation import stream as stream
     from kvjax.invariants import CacheError as CacheError
     from kvjax.invariants import check as check
+    from kvjax.models.loading import LanguageModel as LanguageModel
+    from kvjax.models.loading import load as load
     from kvjax.rotary import Rotary as Rotary
     from kvjax.sequences import drop as drop
     from kvjax.sequences import fork as fork
@@ -30,16 +38,23 @@ if TYPE_CHECKING:
     from kvjax.step import begin_step as begin_step
     from kvjax.step import end_step as end_step
 
-# Name -> module, the same names as above.
 _LAZY = {
     "attend": "kvjax.attention",
+    "Options": "kvjax.batch",
     "Cache": "kvjax.cache",
     "Status": "kvjax.cache",
     "clear_status": "kvjax.cache",
     "init_cache": "kvjax.cache",
     "InputError": "kvjax.errors",
+    "Generated": "kvjax.generation",
+    "Generation": "kvjax.generation",
+    "Streamed": "kvjax.generation",
+    "generate": "kvjax.generation",
+    "stream": "kvjax.generation",
     "CacheError": "kvjax.invariants",
     "check": "kvjax.invariants",
+    "LanguageModel": "kvjax.models.loading",
+    "load": "kvjax.models.loading",
     "Rotary": "kvjax.rotary",
     "drop": "kvjax.sequences",
     "fork": "kvjax.sequences",

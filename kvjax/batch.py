@@ -26,7 +26,8 @@ class Options:
 
     Attributes:
         max_new_tokens: most tokens to generate, one number for all prompts or one each.
-        sampling: None for greedy, or as `kvjax.sampling.sampling` builds it for this many prompts.
+        temperature, top_k, top_p, min_p, repetition_penalty: one number for all prompts or one each, see
+            `kvjax.sampling.Sampling`; greedy by default.
         seed: of the random key.
         stop_ids: token ids that end a sequence; they are the last token of its result.
         logprobs: None for none, or how many of the likeliest tokens to report beside the chosen one.
@@ -35,7 +36,11 @@ class Options:
     """
 
     max_new_tokens: int | Sequence[int] = 128
-    sampling: Sampling | None = None
+    temperature: float | Sequence[float] = 0.0
+    top_k: int | Sequence[int] = 0
+    top_p: float | Sequence[float] = 1.0
+    min_p: float | Sequence[float] = 0.0
+    repetition_penalty: float | Sequence[float] = 1.0
     seed: int = 0
     stop_ids: Sequence[int] = ()
     logprobs: int | None = None
@@ -43,6 +48,11 @@ class Options:
     page_size: int = 16
     num_pages: int | None = None
     chunk_size: int = 512
+
+    def sampling(self, num_seqs: int) -> Sampling:
+        """Return the sampling of a batch. Raises InputError for values out of range."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return sampling(num_seqs, **{name: getattr(self, name) for name in names})
 
 
 class Batch:
@@ -58,7 +68,7 @@ class Batch:
 
     def _initial_state(self, model) -> State:
         count, vocab = len(self.prompts), model.config.vocab_size
-        how = self.options.sampling or sampling(count)
+        how = self.options.sampling(count)
         penalised = bool((np.asarray(how.repetition_penalty) != 1).any())
         zeros = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731 - every leaf needs a buffer of its own to donate
         return State(
@@ -68,8 +78,7 @@ class Batch:
             generated=zeros(),
             limit=jnp.array(self.limits, jnp.int32),
             stop_ids=jnp.array(list(self.options.stop_ids) or [-1], jnp.int32),
-            # Copies, as the caller keeps its sampling.
-            sampling=jax.tree.map(jnp.array, how),
+            sampling=how,
             key=jax.random.key(self.options.seed),
             seen=jnp.zeros((count, vocab), bool) if penalised else None,
             peak_pages=jnp.int32(0),

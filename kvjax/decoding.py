@@ -118,8 +118,8 @@ def prefill_step(
 ) -> tuple[State, Chosen, Bool[Array, ""]]:
     """Feed a chunk of packed prompt tokens; sequences whose prompt ends with it (`last`) choose their first token.
 
-    Returns: the state, what was chosen, and whether the chunk fitted the cache. If not, nothing has changed, except that
-    the sequences have ended where `give_up` holds.
+    Returns: the state, what was chosen, and whether the chunk fitted the cache. If not, nothing has changed, except
+    that the sequences have ended where `give_up` holds.
     """
     if state.seen is not None:
         owner, _, real = ragged(lengths, tokens.shape[0])

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from kvjax.kernels.paged_attention.arguments import MASKED, Queries
 from kvjax.kernels.paged_attention.xla_pages import Partial, Pool, attend_block, empty_partial, finish, merge
 
-
 # Pages of a block: many where a row has them, as an iteration has fixed costs; few for what is left. Measured on CPUs.
 BLOCK_SLOTS = (512, 128)
 

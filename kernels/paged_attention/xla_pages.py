@@ -64,12 +64,12 @@ class Pool:
         """Repeat axis 1 from head groups to KV heads."""
         return of_groups if of_groups.shape[1] == 1 else jnp.repeat(of_groups, self.keys.shape[1], axis=1)
 
-    def cap(self, logits: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    def cap(self, logits: Float32[Array, ...]) -> Float32[Array, ...]:
         """Soft-cap scaled logits."""
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
 
-def _take(rows: Array, ids: Int32[Array, "..."]) -> Array:
+def _take(rows: Array, ids: Int32[Array, ...]) -> Array:
     """Rows of an array by in-range ids, without the index normalisation of indexing."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, rows.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -85,9 +85,9 @@ def _take(rows: Array, ids: Int32[Array, "..."]) -> Array:
 class Partial:
     """Attention over a part of the slots, unnormalised: float32 [..., 1], [..., 1] and [..., head_dim]."""
 
-    maximum: Float32[Array, "..."]
-    total: Float32[Array, "..."]
-    out: Float32[Array, "..."]
+    maximum: Float32[Array, ...]
+    total: Float32[Array, ...]
+    out: Float32[Array, ...]
 
 
 def empty_partial(shape: tuple[int, ...], head_dim: int) -> Partial:
@@ -99,7 +99,7 @@ def empty_partial(shape: tuple[int, ...], head_dim: int) -> Partial:
 def attend_block(
     q: Float[Array, "n kv_heads queries head_dim"],
     ids: Int32[Array, "n groups block"],
-    visible: Bool[Array, "..."],
+    visible: Bool[Array, ...],
     pool: Pool,
 ) -> Partial:
     """Attend scaled queries to the slots of pages; `visible` broadcasts over [n, kv_heads, queries, slots]."""
@@ -120,7 +120,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(maximum, a.total * fa + b.total * fb, a.out * fa + b.out * fb)
 
 
-def finish(part: Partial, sink_logits: Float[Array, "kv_heads queries"] | None) -> Float32[Array, "..."]:
+def finish(part: Partial, sink_logits: Float[Array, "kv_heads queries"] | None) -> Float32[Array, ...]:
     """Normalise [n, kv_heads, queries, head_dim], with a learned sink logit per query head; zeros for no slots."""
     total, out = part.total, part.out
     if sink_logits is not None:

@@ -39,7 +39,7 @@ def prefill(
 
 
 def _attend_tile(q: Float[Array, "tile heads head_dim"], pool: Pool, queries: Queries, sequence, offset, count):
-    """Attend the queries `offset`.. of a sequence to its pages, from the first visible one to that of the last query."""
+    """Attend the queries `offset`.. of a sequence to its pages, from the first visible one on."""
     tile, heads, head_dim = q.shape
     size, rows, kv_heads = pool.page_size, pool.rows, pool.kv_heads
     pages = max(1, BLOCK_SLOTS // size)
