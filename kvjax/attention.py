@@ -98,13 +98,11 @@ def _write(cache: Cache, step: Step, layer, k, v) -> Cache:
     """Store keys and values in the slots that the step has for them in this layer."""
     spec = cache.spec
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
-    where = jax.tree.map(lambda of_layers: of_layers[layer], step.writes)
+    where = step.writes.of_layer(layer)
     written = {}
     for name, new in (("keys", k), ("values", v)):
         rows = new.reshape(shape).swapaxes(0, 1)
-        written[name] = write_pages(
-            getattr(cache, name), rows, where.pages, where.first_tokens, where.begins, where.ends
-        )
+        written[name] = write_pages(getattr(cache, name), rows, *where)
     cache = dataclasses.replace(cache, **written)
     if spec.debug:
         finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from kvjax import sizes
 from kvjax.errors import InputError
+from kvjax.kernels.pytree import pytree
 from kvjax.pages import Allocator, init_allocator
 from kvjax.spec import CacheSpec
 
@@ -42,8 +42,7 @@ STATUS_MEANING = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Cache:
     """Keys and values of all sequences, in pages of one pool shared by all layers.
 

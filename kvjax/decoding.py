@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray
 
 from kvjax.cache import Cache
+from kvjax.kernels.pytree import pytree
 from kvjax.pages import ragged
 from kvjax.sampling import Sampling, log_probabilities, sample
 from kvjax.step import begin_step, end_step
@@ -30,8 +31,7 @@ class Finish(enum.IntEnum):
     OUT_OF_PAGES = 3
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class State:
     """Everything a generation carries from step to step.
 
@@ -60,8 +60,7 @@ class State:
     peak_pages: Int32[Array, ""]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Chosen:
     """What one step chose: tokens [..., seqs], whether a sequence chose one, and log-probabilities on request."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 
 from kvjax.errors import InputError
+from kvjax.kernels.pytree import pytree
 
 Layout = Literal["half", "interleaved"]
 Frequencies = np.ndarray
 _RADIANS_PER_UNIT = 2 * math.pi / 2**32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree
 class Rotary:
     """The rotary embedding of a model.
 
@@ -35,8 +35,7 @@ class Rotary:
         layout: "half" pairs component i with i + rotary_dim / 2, "interleaved" pairs 2i with 2i + 1.
     """
 
-    # "| Any": transformations also put shapes, shardings and axis numbers into a pytree's place.
-    phases: UInt32[Array, "rows pairs"] | Any
+    phases: UInt32[Array, "rows pairs"]
     magnitude: float = dataclasses.field(default=1.0, metadata=dict(static=True))
     layout: Layout = dataclasses.field(default="half", metadata=dict(static=True))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from kvjax.errors import InputError
+from kvjax.kernels.pytree import pytree
 
 _RULES = {
     "temperature": (0.0, lambda x: x >= 0, "at least 0 (0 is greedy)"),
@@ -21,8 +21,7 @@ _RULES = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Sampling:
     """How each sequence samples; float32 or int32 [seqs] each. Build it with `sampling`.
 
@@ -68,7 +67,7 @@ def sampling(num_seqs: int, **options: float | Sequence[float] | None) -> Sampli
 def sample(
     logits: Float32[Array, "seqs vocab"],
     how: Sampling,
-    keys: PRNGKeyArray,
+    keys: Key[Array, " seqs"],
     seen: Bool[Array, "seqs vocab"] | None = None,
 ) -> Int32[Array, " seqs"]:
     """Choose a token for every sequence.

@@ -12,11 +12,11 @@ from kvjax import pages
 from kvjax.cache import EMPTY_SPAN, POSITION_END, Cache, Status, raise_status, ring_of
 from kvjax.errors import InputError
 from kvjax.invariants import broken_on_device
+from kvjax.kernels.pytree import pytree
 from kvjax.spec import CacheSpec
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Writes:
     """The pages that a step's tokens go to, int32 [layers, groups, touched] each; see `kernels.write_pages`.
 
@@ -31,9 +31,12 @@ class Writes:
     begins: Int32[Array, "layers groups touched"]
     ends: Int32[Array, "layers groups touched"]
 
+    def of_layer(self, layer) -> tuple[Array, Array, Array, Array]:
+        """The four arrays of one layer, which may be traced."""
+        return self.pages[layer], self.first_tokens[layer], self.begins[layer], self.ends[layer]
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class Step:
     """Where the tokens of one step belong; closed over by the layers, never carried from step to step.
 
@@ -66,8 +69,7 @@ class Step:
         return jnp.maximum(self.starts + self.lengths - 1, 0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Report:
     """What the host reads of a step; small and not donated.
 

@@ -1,6 +1,7 @@
 """What holds for every test: jax's strict settings, shapes checked at run time, hypothesis profiles, tools."""
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 kvjax.__path__.append(str(Path(__file__).parent.parent))
 # The tower: an int is a float, as in every type checker.
 jaxtyping.install_import_hook("kvjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+# helpers/ holds what several test modules share: `from helpers.driver import ...`.
+sys.path.append(str(Path(__file__).parent))
 
 # The same examples in every run, so that a failure is the commit's. For a search: HYPOTHESIS_PROFILE=search.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax
 from jaxtyping import Array, Int32
+
+from kvjax.kernels.pytree import pytree
 
 # A finite stand-in for minus infinity: the difference of two of them is 0, not NaN.
 MASKED = -0.7 * 3.4e38
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Rows:
     """The pages of one layer.
 
@@ -29,8 +27,7 @@ class Rows:
     ring: Int32[Array, ""]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Queries:
     """The packed query tokens of one step: those of sequence 0, then those of sequence 1, ..., then padding.
 

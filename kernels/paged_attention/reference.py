@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Array
 
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
 
+HostArray = np.ndarray | Array
+
 
 def paged_attention(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    positions: np.ndarray,
+    q: HostArray,
+    keys: HostArray,
+    values: HostArray,
+    positions: HostArray,
     rows: Rows,
     queries: Queries,
     *,
-    window: int,
+    window: int | HostArray,
     scale: float,
     soft_cap: float | None = None,
-    sink_logits: np.ndarray | None = None,
+    sink_logits: HostArray | None = None,
     max_query_length: int | None = None,
 ) -> np.ndarray:
     """Attend every query token to the visible slots of its sequence.
@@ -39,35 +42,39 @@ def paged_attention(
     Returns: float64 [tokens, heads, head_dim]; zeros for padding and for queries that see nothing.
     """
     q, keys, values = (np.asarray(a, np.float64) for a in (q, keys, values))
-    positions = np.asarray(positions)
+    # All in numpy before the loops: inside a callback an operation of jax could wait for the callback itself.
+    positions, table, first_page, end_slot = map(
+        np.asarray, (positions, rows.page_table, rows.first_page, rows.end_slot)
+    )
+    of_queries = (queries.starts, queries.lengths, queries.positions, queries.start_positions)
     out = np.zeros_like(q)
-    heads_per_kv_head = q.shape[1] // (keys.shape[1] * rows.page_table.shape[0])
+    heads_per_kv_head = q.shape[1] // (keys.shape[1] * table.shape[0])
     sinks = None if sink_logits is None else np.asarray(sink_logits, np.float64)
-    for sequence, length in enumerate(np.asarray(queries.lengths)):
-        start = int(queries.start_positions[sequence])
+    window, ring = int(window), int(rows.ring)
+    of_queries = zip(*(np.asarray(array).tolist() for array in of_queries), strict=True)
+    for sequence, (place, length, first_position, start) in enumerate(of_queries):
         for i in range(length):
-            token, position = int(queries.starts[sequence]) + i, int(queries.positions[sequence]) + i
             for head in range(q.shape[1]):
                 group, within = divmod(head // heads_per_kv_head, keys.shape[1])
-                slots = list(_visible(rows, group, sequence, positions, start, position, int(window)))
+                row = (table[group, sequence], int(first_page[group, sequence]), int(end_slot[group, sequence]), ring)
+                slots = list(_visible(row, positions, start, first_position + i, window))
                 if not slots:
                     continue
-                logits = np.array([scale * (keys[page, within, slot] @ q[token, head]) for page, slot in slots])
+                logits = np.array([scale * (keys[page, within, slot] @ q[place + i, head]) for page, slot in slots])
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 rest = [] if sinks is None else [sinks[head]]
                 weights = np.exp(logits - max([logits.max(), *rest]))
                 total = weights.sum() + sum(np.exp(sink - max([logits.max(), *rest])) for sink in rest)
-                out[token, head] = weights / total @ np.array([values[page, within, slot] for page, slot in slots])
+                out[place + i, head] = weights / total @ np.array([values[page, within, slot] for page, slot in slots])
     return out
 
 
-def _visible(rows: Rows, group: int, sequence: int, positions: np.ndarray, start: int, query: int, window: int):
-    """Yield (page, slot) of all visible slots of one row."""
-    size = positions.shape[1]
-    end_page = -(-int(rows.end_slot[group, sequence]) // size)
-    for logical in range(int(rows.first_page[group, sequence]), end_page):
-        page = int(rows.page_table[group, sequence, logical % int(rows.ring)])
+def _visible(row: tuple[np.ndarray, int, int, int], positions: np.ndarray, start: int, query: int, window: int):
+    """Yield (page, slot) of all visible slots of one row: its table, first page, end slot and ring."""
+    table, first_page, end_slot, ring = row
+    for logical in range(first_page, -(-end_slot // positions.shape[1])):
+        page = int(table[logical % ring])
         for slot, position in enumerate(positions[page].tolist()):
             if start <= position <= query and query - position < window:
                 yield page, slot

@@ -48,4 +48,4 @@ def paged_attention(
     owner = (places[None] == token[:, None]).argmax(1)
     decode_token = (places[None] == token[:, None]).any(1)
     chosen = decoded.at[row.at[owner].get(mode="promise_in_bounds")].get(mode="clip")
-    return jnp.where(decode_token[:, None, None], chosen, tiles).astype(q.dtype)
+    return jnp.where(decode_token[:, None, None], chosen.astype(q.dtype), tiles)

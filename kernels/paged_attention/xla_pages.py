@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.kernels.paged_attention.arguments import MASKED, Rows
+from kvjax.kernels.pytree import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ def _take(rows: Array, ids: Int32[Array, ...]) -> Array:
     return taken.reshape(*ids.shape, *rows.shape[1:])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Partial:
     """Attention over a part of the slots, unnormalised: float32 [..., 1], [..., 1] and [..., head_dim]."""
 

@@ -25,11 +25,8 @@ BOS, KEY, VALUE, QUESTION, ANSWER = range(5)
 FILLER = range(5, 32)
 SYMBOLS = range(32, 64)
 
-NEEDLES = 2
 NEEDLE_LENGTH = 5  # of a needle, and of its question with the answer
-QUESTIONS_LENGTH = NEEDLES * NEEDLE_LENGTH
 SEGMENT_LENGTHS = (8, 20)
-SHORTEST = 64
 
 _TOPICS = 8
 _TOPIC_SEED = 1234
@@ -72,32 +69,30 @@ class Score(NamedTuple):
     tokens: int
 
 
-def documents(count: int, length: int, *, seed: int | Sequence[int], depth: float | None = None) -> Documents:
+def documents(
+    count: int, length: int, *, seed: int | Sequence[int], needles: int = 2, depth: float | None = None
+) -> Documents:
     """Make documents; the same arguments give the same documents.
 
     Args:
         count: how many.
         length: tokens of each.
         seed: as numpy's `default_rng` takes it. Training draws from pairs (seed, step), step from 1 on.
-        depth: share of the filler before both needles; None draws one for each, from 0 to 0.95.
+        needles: needles in a document, and questions at its end (`NEEDLE_LENGTH` tokens each).
+        depth: share of the filler before all needles; None draws one for each, from 0 to 0.95.
 
     Raises: InputError for a length that does not hold the longest insertions, or a depth outside [0, 1].
-
-    Reference: algorithms.md of the project's research, section 8.2.
     """
-    if count < 1 or length < SHORTEST:
-        raise InputError(f"{count} documents of {length} tokens: ask for at least 1 document of at least {SHORTEST}")
-    if depth is not None and not 0 <= depth <= 1:
-        raise InputError(f"depth {depth} is outside [0, 1]: it is the share of the filler before the needles")
+    _check(count, length, needles, depth)
     random = np.random.default_rng(seed)
     segment_length = random.integers(SEGMENT_LENGTHS[0], SEGMENT_LENGTHS[1] + 1, count)
-    filler_length = length - 1 - 2 * segment_length - NEEDLES * NEEDLE_LENGTH - QUESTIONS_LENGTH
+    filler_length = length - 1 - 2 * segment_length - 2 * needles * NEEDLE_LENGTH
     filler = _filler(random, count, int(filler_length.max()))
-    needles = _needles(random, count)
-    depths = random.uniform(0, _DEEPEST, (count, NEEDLES)) if depth is None else np.full((count, NEEDLES), depth)
+    facts = _needles(random, count, needles)
+    depths = random.uniform(0, _DEEPEST, (count, needles)) if depth is None else np.full((count, needles), depth)
     copies_at = random.integers(0, filler_length[:, None] + 1, (count, 2))
     at = np.concatenate([copies_at, (depths * filler_length[:, None]).astype(np.int64)], axis=1)
-    sizes = np.stack([segment_length] * 2 + [np.full(count, NEEDLE_LENGTH)] * NEEDLES, axis=1)
+    sizes = np.stack([segment_length] * 2 + [np.full(count, NEEDLE_LENGTH)] * needles, axis=1)
     starts, filler_places = _places(random, at, sizes, filler.shape[1])
 
     tokens, tags = np.zeros((count, length), np.int32), np.zeros((count, length), np.int8)
@@ -106,11 +101,22 @@ def documents(count: int, length: int, *, seed: int | Sequence[int], depth: floa
     _put(tokens, filler_places, filler, real)
     _put(tags, filler_places, np.full_like(filler, Tag.FILLER), real)
     _put_copies(random, tokens, tags, starts[:, :2], segment_length)
-    for needle in range(NEEDLES):
-        _put(tokens, starts[:, 2 + needle, None] + np.arange(NEEDLE_LENGTH), needles[:, needle])
-    asked = random.random((count, NEEDLES)).argsort(1)
-    _put_questions(tokens, tags, np.take_along_axis(needles, asked[..., None], axis=1))
+    for needle in range(needles):
+        _put(tokens, starts[:, 2 + needle, None] + np.arange(NEEDLE_LENGTH), facts[:, needle])
+    asked = random.random((count, needles)).argsort(1)
+    _put_questions(tokens, tags, np.take_along_axis(facts, asked[..., None], axis=1))
     return Documents(tokens=tokens, tags=tags, needles=starts[:, 2:].astype(np.int32), asked=asked.astype(np.int32))
+
+
+def _check(count: int, length: int, needles: int, depth: float | None) -> None:
+    shortest = 1 + 2 * SEGMENT_LENGTHS[1] + 2 * needles * NEEDLE_LENGTH + 1
+    if count < 1 or not 1 <= needles <= len(SYMBOLS) or length < shortest:
+        raise InputError(
+            f"{count} documents of {length} tokens with {needles} needles: ask for at least 1 document, 1 to "
+            f"{len(SYMBOLS)} needles and, for so many, at least {shortest} tokens"
+        )
+    if depth is not None and not 0 <= depth <= 1:
+        raise InputError(f"depth {depth} is outside [0, 1]: it is the share of the filler before the needles")
 
 
 def score(logits: Float[np.ndarray, "documents length vocab"], made: Documents) -> dict[Tag, Score]:
@@ -143,11 +149,11 @@ def _filler(random: np.random.Generator, count: int, length: int) -> Int32[np.nd
     return out + np.int32(FILLER[0])
 
 
-def _needles(random: np.random.Generator, count: int) -> Int32[np.ndarray, "documents needles 5"]:
-    needles = np.empty((count, NEEDLES, NEEDLE_LENGTH), np.int32)
+def _needles(random: np.random.Generator, count: int, many: int) -> Int32[np.ndarray, "documents needles 5"]:
+    needles = np.empty((count, many, NEEDLE_LENGTH), np.int32)
     needles[..., 0], needles[..., 2] = KEY, VALUE
-    needles[..., 1] = _distinct_symbols(random, count, NEEDLES)
-    needles[..., 3:] = random.integers(SYMBOLS.start, SYMBOLS.stop, (count, NEEDLES, 2))
+    needles[..., 1] = _distinct_symbols(random, count, many)
+    needles[..., 3:] = random.integers(SYMBOLS.start, SYMBOLS.stop, (count, many, 2))
     return needles
 
 
@@ -192,5 +198,6 @@ def _put_questions(tokens, tags, asked: Int32[np.ndarray, "documents needles 5"]
     """End the documents with the questions for the needles, in the order given."""
     questions = asked.copy()
     questions[..., 0], questions[..., 2] = QUESTION, ANSWER
-    tokens[:, -QUESTIONS_LENGTH:] = questions.reshape(len(tokens), -1)
-    tags[:, -QUESTIONS_LENGTH:] = np.tile([Tag.OTHER] * 3 + [Tag.ANSWER] * 2, NEEDLES)
+    length = questions[0].size
+    tokens[:, -length:] = questions.reshape(len(tokens), length)
+    tags[:, -length:] = np.tile([Tag.OTHER] * 3 + [Tag.ANSWER] * 2, questions.shape[1])

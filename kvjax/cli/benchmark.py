@@ -1,0 +1,80 @@
+"""`kvjax benchmark`: measure speed and memory on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.cli import arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `kvjax benchmark`; returns the exit code. Raises InputError for values out of range."""
+    args = _parser().parse_args(argv)
+    # Late, so that --help and a wrong flag cost no start of JAX.
+    from kvjax.benchmarks import decode
+    from kvjax.models.loading import load
+
+    settings = decode.Settings(
+        model=args.model, dtype=args.dtype, batches=tuple(dict.fromkeys(args.batch)),
+        contexts=tuple(dict.fromkeys(args.context)), new_tokens=args.new_tokens, repeats=args.repeats,
+        peers=args.peers,
+    )  # fmt: skip
+    model = load(args.model, args.dtype, notify=arguments.progress)
+    report = decode.run(model.decoder, settings, arguments.progress)
+    print(json.dumps(report, indent=2) if args.json else _table(report))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvjax benchmark", description=__doc__, epilog=arguments.cache_note())
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    decode = commands.add_parser(
+        "decode",
+        help="time per token: paged against contiguous, larger pools and tables, other engines",
+        description="Time per token of the paged cache against a contiguous one in the same loop, with larger pools "
+        "and page tables, and (--peers) against other engines; engines take turns, and ratios are medians of those of "
+        "neighbours. ms_per_token is the time between two tokens of a sequence, tokens_per_s counts all sequences, "
+        "spread is (max - min) / median.",
+        epilog=arguments.cache_note(),
+    )
+    arguments.add_model(decode)
+    decode.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences (default: 1 8)")
+    decode.add_argument(
+        "--context", type=int, nargs="+", default=[128, 1024], metavar="N",
+        help="tokens of a sequence at the end of a measurement (default: 128 1024)",
+    )  # fmt: skip
+    decode.add_argument(
+        "--new-tokens", type=int, default=32, metavar="N", help="decode steps of a measurement (default: %(default)s)"
+    )
+    decode.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="measurements of each engine (default: %(default)s)"
+    )
+    decode.add_argument("--peers", action="store_true", help="compare with the engines that `make peers` has set up")
+    decode.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _table(report: dict[str, Any]) -> str:
+    """The report for readers."""
+    machine = report["machine"]
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load'][0]} before; jax {machine['jax']} on "
+        f"{machine['platform']}",
+        "",
+        f"{'engine':<44}{'batch':>6}{'context':>9}{'ms/token':>10}{'tokens/s':>10}{'spread':>8}",
+    ]
+    lines += [
+        f"{row['engine']:<44}{row['batch']:>6}{row['context']:>9}{row['ms_per_token']:>10.2f}"
+        f"{row['tokens_per_s']:>10.1f}{row['spread']:>8.0%}"
+        for row in report["rows"]
+    ]
+    lines.append("")
+    lines += [
+        f"{name:<28}{'not measured' if value is None else format(value, '.3f')}"
+        for name, value in report["summary"].items()
+    ]
+    lines += ["", *(f"{name}: {json.dumps(facts)[1:-1]}" for name, facts in report["peers"].items())]
+    return "\n".join(lines)

@@ -1,0 +1,213 @@
+"""Drives a cache in tests: compiled steps, a plain twin of what the cache holds, and poison for unused slots."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers.oracle import dense_attention, rotate
+
+from kvjax import sequences
+from kvjax.attention import attend
+from kvjax.cache import Cache, init_cache
+from kvjax.spec import CacheSpec
+from kvjax.step import begin_step, end_step
+
+# Shared by most tests, so that its programs are compiled once: a full layer and a windowed one, a pool that runs out.
+SPEC = CacheSpec(
+    num_layers=2, num_kv_heads=2, head_dim=8, num_pages=24, max_seqs=4, pages_per_seq=6, max_query_length=20,
+    page_size=8, format="float32", windows=(None, 11), rollback=4, debug=True,
+)  # fmt: skip
+SIZE, WINDOW, ROLLBACK, HEADS = SPEC.page_size, 11, SPEC.rollback, 4
+PREFILL = dict(num_tokens=24, max_query_length=20)
+DECODE = dict(num_tokens=4, max_query_length=1)
+
+
+def jit(function, **options):
+    """jax.jit without LLVM's optimisations: compilation is the cost of these tests."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
+
+
+fork, truncate, release, share, retain, drop = map(
+    jit,
+    (
+        sequences.fork, sequences.truncate, sequences.release, sequences.share, sequences.retain, sequences.drop,
+    ),
+)  # fmt: skip
+
+
+def ints(*values) -> jax.Array:
+    return jnp.asarray(np.array(values, np.int32))
+
+
+def ids(values) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+@functools.cache
+def bookkeeping(num_tokens: int, max_query_length: int):
+    """Compiled begin and end of a step without layers: (cache, lengths, index) -> (cache, step, report)."""
+
+    def run(cache, lengths, index):
+        cache, step = begin_step(cache, lengths, num_tokens=num_tokens, max_query_length=max_query_length, index=index)
+        cache, report = end_step(cache, step)
+        return cache, step, report
+
+    return jit(run)
+
+
+def advance(cache: Cache, lengths, *, index=None, num_tokens=24, max_query_length=20):
+    """Run a step without layers; index names the sequences whose full pages are indexed."""
+    indexed = np.zeros(cache.spec.max_seqs, bool)
+    indexed[list(index or [])] = True
+    return bookkeeping(num_tokens, max_query_length)(cache, ids(lengths), jnp.asarray(indexed))
+
+
+@functools.cache
+def program(num_tokens: int, max_query_length: int, static_layer: bool = False, **options):
+    """Compiled step with attention: (cache, lengths, index, q, k, v, sinks) -> (cache, out [layers, ...], report)."""
+
+    def run(cache, lengths, index, q, k, v, sinks):
+        cache, step = begin_step(cache, lengths, num_tokens=num_tokens, max_query_length=max_query_length, index=index)
+
+        def body(cache, of_layer):
+            layer, q, k, v = of_layer
+            out, cache = attend(cache, step, layer, q, k, v, sink_logits=sinks, **options)
+            return cache, out
+
+        if static_layer:
+            outs = []
+            for layer in range(cache.spec.num_layers):
+                cache, out = body(cache, (layer, q[layer], k[layer], v[layer]))
+                outs.append(out)
+            out = jnp.stack(outs)
+        else:
+            layers = jnp.arange(cache.spec.num_layers, dtype=jnp.int32)
+            cache, out = jax.lax.scan(body, cache, (layers, q, k, v))
+        cache, report = end_step(cache, step)
+        return cache, out, report
+
+    return jit(run, donate_argnums=0)
+
+
+@jit
+def poison(cache: Cache) -> Cache:
+    """Put NaN into every slot that holds no token, trash and free pages included, and lies into free positions."""
+    free = (cache.allocator.refcounts == 0).at[0].set(False)
+    unused = (free[:, None] | (cache.positions < 0))[:, None, :, None]
+    nan = jnp.asarray(jnp.nan, cache.keys.dtype)
+    return dataclasses.replace(
+        cache,
+        keys=jnp.where(unused, nan, cache.keys),
+        values=jnp.where(unused, nan, cache.values),
+        positions=jnp.where(free[:, None], 0, cache.positions),
+        page_span=jnp.where(free[:, None], 0, cache.page_span),
+    )
+
+
+def leaves(cache: Cache) -> dict[str, np.ndarray]:
+    """All arrays of a cache by name, without the trash page."""
+    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+    return {name: leaf[1:] if name in (".keys", ".values") else leaf for name, leaf in named.items()}
+
+
+def assert_same(cache: Cache, before: dict[str, np.ndarray], *, but: tuple[str, ...] = (".status",)) -> None:
+    for name, leaf in leaves(cache).items():
+        if name not in but:
+            np.testing.assert_array_equal(leaf, before[name], err_msg=name)
+
+
+@dataclasses.dataclass
+class Twin:
+    """What a cache holds, as plain lists of tokens, and the check of every step against float64."""
+
+    spec: CacheSpec = SPEC
+    heads: int = HEADS
+    seed: int = 0
+    rotary: Any = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None
+    static_layer: bool = False
+    implementation: str | None = None
+    starts: tuple[int, ...] | None = None
+    tolerance: float = 2e-5
+
+    def __post_init__(self):
+        self.rng = np.random.default_rng(self.seed)
+        self.tokens: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(self.spec.max_seqs)]
+        self.cache = poison(init_cache(self.spec, start_positions=None if self.starts is None else ids(self.starts)))
+
+    def draw(self, *shape):
+        return self.rng.standard_normal(shape).astype(np.float32)
+
+    def draw_tokens(self, count: int):
+        """Queries, keys and values of new tokens: [layers, count, heads, head_dim] each."""
+        spec = self.spec
+        q = self.draw(spec.num_layers, count, self.heads, spec.head_dim)
+        k, v = (self.draw(spec.num_layers, count, spec.num_kv_heads, spec.head_dim) for _ in range(2))
+        return q, k, v
+
+    def run(self, lengths, qkv, *, num_tokens, max_query_length, index=None):
+        """Run one compiled step over given tokens (padded with NaN), without judging it."""
+        padding = ((0, 0), (0, num_tokens - qkv[0].shape[1]), (0, 0), (0, 0))
+        padded = [jnp.asarray(np.pad(part, padding, constant_values=np.nan)) for part in qkv]
+        options: dict[str, Any] = dict(rotary=self.rotary, scale=self.scale, soft_cap=self.soft_cap)
+        options |= dict(implementation=self.implementation)
+        indexed = np.zeros(self.spec.max_seqs, bool)
+        indexed[list(index or [])] = True
+        sinks = None if self.sinks is None else jnp.asarray(self.sinks)
+        compiled = program(num_tokens, max_query_length, self.static_layer, **options)
+        self.cache, out, report = compiled(self.cache, ids(lengths), jnp.asarray(indexed), *padded, sinks)
+        return np.asarray(out), report
+
+    def step(self, lengths, *, num_tokens=24, max_query_length=20, index=None, qkv=None):
+        """Bring new tokens, compare the outputs with the oracle, and poison what is unused; returns the report."""
+        q, k, v = self.draw_tokens(sum(lengths)) if qkv is None else qkv
+        shape = dict(num_tokens=num_tokens, max_query_length=max_query_length)
+        out, report = self.run(lengths, (q, k, v), **shape, index=index)
+        if bool(report.ok):
+            self.append(lengths, k, v)
+            expected = self.expected(lengths, q)
+            np.testing.assert_allclose(out[:, : sum(lengths)], expected, atol=self.tolerance, rtol=self.tolerance)
+            assert (out[:, sum(lengths) :] == 0).all(), "padded tokens return zeros"
+        else:
+            assert (out == 0).all(), "a refused step returns zeros"
+        self.out = out
+        self.cache = poison(self.cache)
+        return report
+
+    def append(self, lengths, k, v) -> None:
+        place = 0
+        for sequence, length in enumerate(lengths):
+            self.tokens[sequence] += [(k[:, i], v[:, i]) for i in range(place, place + length)]
+            place += length
+
+    def expected(self, lengths, q):
+        """Outputs [layers, tokens, heads, head_dim] of the newest `lengths` tokens of every sequence."""
+        out, place = np.zeros(q.shape), 0
+        for sequence, length in enumerate(lengths):
+            if length:
+                of_sequence = q[:, place : place + length]
+                out[:, place : place + length] = self.expected_of_sequence(sequence, of_sequence)
+            place += length
+        return out
+
+    def expected_of_sequence(self, sequence: int, q):
+        k, v = (np.stack(parts, axis=1) for parts in zip(*self.tokens[sequence], strict=True))
+        positions = np.arange(k.shape[1]) + (0 if self.starts is None else self.starts[sequence])
+        query_positions = positions[-q.shape[1] :]
+        if self.rotary is not None:
+            phases = np.asarray(self.rotary.phases)[0]
+            q, k = rotate(q, query_positions, phases), rotate(k, positions, phases)
+        stored = jnp.dtype(self.spec.format)
+        k, v = (np.asarray(part).astype(np.float32).astype(stored) for part in (k, v))
+        options = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
+        return np.stack(
+            [
+                dense_attention(q[i], k[i], v[i], query_positions, positions, window=window, **options)
+                for i, window in enumerate(self.spec.windows or ())
+            ]
+        )

@@ -1,0 +1,214 @@
+"""generate and stream on a tiny random model: equal to each other, to one by one, and to a loop by hand."""
+
+import dataclasses
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.batch import Batch, Options, cache_spec
+from kvjax.decoding import decode_scan, decode_while, prefill_step
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+
+VOCAB = 61
+PROMPTS = [[5, 9, 2], list(range(1, 40)), [7], list(range(3, 20))]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    config = DecoderConfig(
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, norm_eps=1e-5, activation="silu", tie_word_embeddings=True,
+        attention_scale=8**-0.5, windows=(None, 20), rope_theta=10_000.0, max_position=512,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 2 / np.sqrt(shape[-1])  # noqa: E731
+    ones = lambda: np.ones(32, np.float32)  # noqa: E731
+    layers = [
+        dict(
+            attn_norm=ones(), mlp_norm=ones(), q=draw(32, 32), k=draw(16, 32), v=draw(16, 32), o=draw(32, 32),
+            gate=draw(48, 32), up=draw(48, 32), down=draw(32, 48),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    return Decoder(config, dict(embed=draw(VOCAB, 32) * 6, final_norm=ones(), layers=layers))
+
+
+def tokens(result: kvjax.Generation) -> list[list[int]]:
+    return [sequence.token_ids for sequence in result.sequences]
+
+
+def streamed(model, prompts, options, **how) -> tuple[list[list[int]], list[str | None]]:
+    out, reasons = [[] for _ in prompts], [None] * len(prompts)
+    for events in kvjax.stream(model, prompts, options, **how):
+        for event in events:
+            assert reasons[event.sequence] is None, "nothing comes after the end of a sequence"
+            out[event.sequence] += event.token_ids
+            reasons[event.sequence] = event.finish_reason
+    return out, reasons
+
+
+def greedy_by_hand(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    context = list(prompt)
+    for _ in range(count):
+        context.append(int(model.dense(jnp.array(context, jnp.int32))[-1].argmax()))
+    return context[len(prompt) :]
+
+
+def test_generate_is_the_greedy_continuation(model):
+    result = kvjax.generate(model, PROMPTS, Options(max_new_tokens=6))
+    assert tokens(result) == [greedy_by_hand(model, prompt, 6) for prompt in PROMPTS]
+    assert [s.finish_reason for s in result.sequences] == ["length"] * 4
+    assert [s.prompt_tokens for s in result.sequences] == [3, 39, 1, 17]
+
+
+@pytest.mark.parametrize("chunk_size", [7, 16])
+def test_chunks_of_any_size_give_the_same_tokens(model, chunk_size):
+    expected = tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=12)))
+    assert tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=12, chunk_size=chunk_size))) == expected
+
+
+def test_a_batch_is_its_prompts_one_by_one(model):
+    together = tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=12)))
+    assert together == [tokens(kvjax.generate(model, [p], Options(max_new_tokens=12)))[0] for p in PROMPTS]
+
+
+def test_stream_yields_what_generate_returns(model):
+    options = Options(max_new_tokens=[3, 25, 1, 14], temperature=[0.0, 0.9, 0.0, 0.7], top_p=0.95, seed=3)
+    result = kvjax.generate(model, PROMPTS, options)
+    for steps in (1, 8):
+        out, reasons = streamed(model, PROMPTS, options, steps=steps)
+        assert out == tokens(result)
+        assert reasons == [s.finish_reason for s in result.sequences]
+    assert [len(out) for out in tokens(result)] == [3, 25, 1, 14]
+
+
+def test_stop_ids_end_a_sequence_and_are_its_last_token(model):
+    free = tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=12)))
+    stop = free[1][4]
+    result = kvjax.generate(model, PROMPTS, Options(max_new_tokens=12, stop_ids=[stop]))
+    for full, sequence in zip(free, result.sequences, strict=True):
+        cut = full[: full.index(stop) + 1] if stop in full else full
+        assert sequence.token_ids == cut
+        assert sequence.finish_reason == ("stop" if stop in full else "length")
+
+
+def test_a_stop_function_ends_a_sequence(model):
+    result = kvjax.generate(
+        model, PROMPTS, Options(max_new_tokens=60), stop=lambda sequence, ids: sequence == 1 and len(ids) >= 5
+    )
+    reasons = [sequence.finish_reason for sequence in result.sequences]
+    assert reasons == ["length", "stop", "length", "length"]
+    assert 5 <= len(result.sequences[1].token_ids) < 60
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_others(model):
+    options = Options(max_new_tokens=20, temperature=1.0)
+    first, again = (tokens(kvjax.generate(model, PROMPTS, options)) for _ in range(2))
+    assert first == again
+    assert first != tokens(kvjax.generate(model, PROMPTS, dataclasses.replace(options, seed=1)))
+
+
+def test_repetition_penalty_counts_the_prompt_and_what_was_generated(model):
+    result = kvjax.generate(model, PROMPTS[:1], Options(max_new_tokens=20, repetition_penalty=1e6))
+    out = tokens(result)[0]
+    assert len(set(out)) == len(out) and not set(out) & set(PROMPTS[0])
+
+
+def test_log_probabilities_belong_to_their_tokens(model):
+    result = kvjax.generate(model, PROMPTS, Options(max_new_tokens=5, logprobs=3))
+    for prompt, sequence in zip(PROMPTS, result.sequences, strict=True):
+        context = list(prompt)
+        for token, logs in zip(sequence.token_ids, sequence.logprobs, strict=True):
+            logits = np.asarray(model.dense(jnp.array(context, jnp.int32))[-1], np.float64)
+            expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            np.testing.assert_allclose(logs.logprob, expected[token], atol=1e-4)
+            assert list(logs.top) == np.argsort(-expected)[:3].tolist()
+            context.append(token)
+
+
+def test_out_of_pages_returns_what_was_generated(model):
+    expected = tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=40)))
+    # The prompts take 2 + 6 + 2 + 6 pages and decoding soon wants more.
+    options = Options(max_new_tokens=40, num_pages=21)
+    result = kvjax.generate(model, PROMPTS, options)
+    assert "out_of_pages" in [sequence.finish_reason for sequence in result.sequences]
+    for full, sequence in zip(expected, result.sequences, strict=True):
+        assert sequence.token_ids == full[: len(sequence.token_ids)]
+        assert sequence.finish_reason in ("out_of_pages", "length")
+    assert sum(len(sequence.token_ids) for sequence in result.sequences) > 4
+    assert result.pages_used_peak <= 20
+    assert streamed(model, PROMPTS, options)[0] == tokens(result)
+
+
+def test_prompts_that_do_not_fit_together_are_served_as_far_as_they_fit(model):
+    result = kvjax.generate(model, [list(range(1, 40))] * 3, Options(max_new_tokens=4, num_pages=13))
+    assert [s.finish_reason for s in result.sequences] == ["length", "length", "out_of_pages"]
+    assert [len(s.token_ids) for s in result.sequences] == [4, 4, 0]
+
+
+def test_the_cache_is_sound_and_sized_after_a_run(model):
+    run = Batch(model, PROMPTS, Options(max_new_tokens=30))
+    for _ in run.prefill():
+        pass
+    while run.running:
+        run.scan(8)
+    kvjax.check(run.state.cache, held={})
+    facts = kvjax.generate(model, PROMPTS, Options(max_new_tokens=30)).cache_facts()
+    assert facts["pages_used_peak"] <= facts["pages_total"] == run.spec.num_pages - 1
+    assert facts["bytes_used_peak"] < facts["bytes_total"] == run.state.cache.bytes
+
+
+def test_similar_batches_compile_nothing_new(model):
+    prompts = [[3] * 18, [4] * 33]
+    kvjax.generate(model, prompts, Options(max_new_tokens=50))
+    before = [f._cache_size() for f in (prefill_step, decode_while, decode_scan)]
+    kvjax.generate(model, [[9] * 20, [4] * 34], Options(max_new_tokens=49))
+    assert [f._cache_size() for f in (prefill_step, decode_while, decode_scan)] == before
+
+
+def test_state_keeps_its_structure_from_step_to_step(model):
+    run = Batch(model, PROMPTS, Options(max_new_tokens=9))
+    for _ in run.prefill():
+        pass
+    before = run.state
+    shapes = [(leaf.shape, leaf.dtype) for leaf in chex_leaves(before)]
+    run.scan(4)
+    chex.assert_trees_all_equal_structs(before, run.state)
+    assert [(leaf.shape, leaf.dtype) for leaf in chex_leaves(run.state)] == shapes
+
+
+def chex_leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([], {}, "no prompt was given"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 is too small"),
+        ([[1]], {"max_new_tokens": [1, 2]}, "max_new_tokens has 2 values for 1 prompts"),
+        ([[1]], {"logprobs": -1}, "logprobs -1 is negative"),
+        ([[1]], {"chunk_size": 0}, "chunk_size 0 is too small"),
+        ([[1]], {"page_size": 12}, "page_size 12"),
+        ([[1]], {"format": "int3"}, "format 'int3'"),
+        ([[1]], {"num_pages": 2}, "num_pages 2 cannot hold one sequence"),
+        ([[1] * 100], {"num_pages": 9}, "a prompt of 100 tokens is longer than the cache"),
+        ([[1]], {"temperature": -1.0}, "temperature -1"),
+    ],
+)
+def test_bad_requests_are_refused(model, prompts, options, words):
+    with pytest.raises(kvjax.InputError, match=words):
+        kvjax.generate(model, prompts, Options(**options))
+
+
+def test_spec_respects_windows(model):
+    spec = cache_spec(model, [400], [100], Options(chunk_size=32))
+    # The windowed layer holds at most its ring of ceil((20 + 32) / 16) + 1 = 5 pages, the other all 32 (499 tokens).
+    assert spec.num_pages - 1 >= 32 + 5 and spec.num_pages - 1 < 2 * 32

@@ -1,0 +1,53 @@
+"""Bytes and shapes are those of the arrays that init_cache builds."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from kvjax.cache import init_cache
+from kvjax.sizes import cache_bytes, cache_shapes, most_pages, page_bytes, pool_bytes
+from kvjax.spec import CacheSpec
+
+BASE = CacheSpec(
+    num_layers=2, num_kv_heads=2, head_dim=8, num_pages=20, max_seqs=3, pages_per_seq=6, max_query_length=16,
+    page_size=8,
+)  # fmt: skip
+SPECS = {
+    "bfloat16": BASE,
+    "float32": dataclasses.replace(BASE, format="float32"),
+    "groups": dataclasses.replace(BASE, groups=2, format="float16"),
+    "windows": dataclasses.replace(BASE, windows=(None, 9)),
+    "large pages": dataclasses.replace(BASE, page_size=32, head_dim=6, num_pages=7),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_bytes_are_those_of_the_arrays(spec):
+    cache = init_cache(spec)
+    assert cache_bytes(spec) == cache.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert pool_bytes(spec) == cache.keys.nbytes + cache.values.nbytes
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_shapes_are_those_of_the_arrays(spec):
+    cache = init_cache(spec)
+    parts = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    parts |= {field.name: getattr(cache.allocator, field.name) for field in dataclasses.fields(cache.allocator)}
+    for name, shape in cache_shapes(spec).items():
+        assert (parts[name].shape, parts[name].dtype) == (shape.shape, shape.dtype), name
+    assert len(cache_shapes(spec)) == len(jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_page_more_costs_page_bytes(spec):
+    more = dataclasses.replace(spec, num_pages=spec.num_pages + 1)
+    assert cache_bytes(more) - cache_bytes(spec) == page_bytes(spec)
+
+
+def test_most_pages_of_a_sequence():
+    # Ring of the window 9: ceil((9 + 16) / 8) + 1 = 5 pages.
+    windows = SPECS["windows"]
+    assert [most_pages(BASE, tokens) for tokens in (0, 1, 8, 9, 48)] == [0, 2, 2, 4, 12]
+    assert [most_pages(windows, tokens) for tokens in (8, 40, 41, 48)] == [2, 10, 11, 11]
+    assert most_pages(SPECS["groups"], 9) == 2 * most_pages(BASE, 9)

@@ -1,0 +1,110 @@
+"""What a CacheSpec accepts, refuses and derives."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.spec import FORMATS, CacheSpec, bucket, canonical_format, pages_for
+
+GOOD = dict(
+    num_layers=3, num_kv_heads=2, head_dim=8, num_pages=20, max_seqs=2, pages_per_seq=8, max_query_length=16,
+    page_size=8,
+)  # fmt: skip
+
+
+def spec(**changes) -> CacheSpec:
+    return CacheSpec(**(GOOD | changes))
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "max_seqs", "pages_per_seq"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_below_one_are_refused(name, value):
+    with pytest.raises(InputError, match=f"^{name} is {value}: it must be at least 1$"):
+        spec(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(max_query_length=0), "max_query_length is 0: it must be at least 1"),
+        (dict(rollback=-1), "rollback is -1: it must be at least 0"),
+        (dict(page_size=0), "page_size 0 is not a multiple of 8"),
+        (dict(page_size=-8), "page_size -8 is not a multiple of 8"),
+        (dict(page_size=7), "page_size 7 is not a multiple of 8"),
+        (dict(page_size=12), "page_size 12 is not a multiple of 8.*use 8, 16"),
+        (dict(head_dim=7), "head_dim 7 is odd"),
+        (dict(groups=3), r"groups 3 is neither 1 nor num_kv_heads \(2\)"),
+        (dict(groups=0), "groups 0 is neither"),
+        (dict(num_pages=3), "num_pages 3 cannot hold one sequence.*use at least 4"),
+        (dict(num_pages=6, groups=2), "num_pages 6 cannot hold one sequence.*use at least 7"),
+        (dict(num_pages=-5), "num_pages -5 cannot hold"),
+        (dict(windows=(4, None)), "windows names 2 layers, the model has 3"),
+        (dict(windows=()), "windows names 0 layers"),
+        (dict(windows=(None, 0, None)), r"windows\[1\] is 0: it must be at least 1"),
+        (dict(windows=(None, None, -2)), r"windows\[2\] is -2"),
+        (dict(windows=(None, 50, None)), "pages_per_seq 8 is too small for layer 1: window 50.*need 10"),
+        (dict(windows=(None, 32, None), rollback=9), "pages_per_seq 8 is too small.*rollback 9 need 9"),
+        (dict(format="int8"), "format 'int8' is not a page format: choose one of bfloat16, float16, float32"),
+        (dict(format=""), "format '' is not a page format"),
+    ],
+)
+def test_mistakes_are_named_with_what_is_allowed(changes, message):
+    with pytest.raises(InputError, match=message):
+        spec(**changes)
+
+
+def test_least_sizes_are_accepted():
+    assert spec(num_pages=4).num_pages == 4
+    assert spec(num_pages=7, groups=2).heads_per_group == 1
+    assert spec(windows=(None, 40, None)).rings[1] == 8
+
+
+@pytest.mark.parametrize("alias, name", [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"),
+                                         ("fp32", "float32"), ("float", "float32")])  # fmt: skip
+def test_aliases_name_formats(alias, name):
+    assert canonical_format(alias) == spec(format=alias).format == name
+    assert spec(format=alias) == spec(format=name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_is_the_dtype_of_the_pages(name):
+    assert spec(format=name).dtype == jnp.dtype(name)
+
+
+def test_a_spec_is_a_key():
+    listed, named = spec(windows=[None, 4, None]), spec(windows=(None, 4, None))
+    assert listed == named and hash(listed) == hash(named)
+    assert len({listed, named, spec(), spec(debug=True)}) == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        named.page_size = 16  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_no_windows_is_a_window_of_none_for_each_layer():
+    assert spec().windows == (None, None, None)
+    assert spec().rings == (8, 8, 8) and spec().window_rings == ()
+
+
+def test_rings_hold_window_query_and_rollback_from_any_slot_on():
+    # ceil((9 + 16 + 3) / 8) + 1 = 5 and ceil((1 + 16 + 3) / 8) + 1 = 4.
+    small = spec(windows=(None, 9, 1), rollback=3)
+    assert small.rings == (8, 5, 4) and small.window_rings == (5, 4)
+
+
+def test_max_tokens_is_the_table_of_a_full_layer_or_none():
+    assert spec().max_tokens == spec(windows=(9, None, 9)).max_tokens == 64
+    assert spec(windows=(9, 9, 9)).max_tokens is None
+
+
+def test_pages_for_rounds_up():
+    assert [pages_for(tokens, 8) for tokens in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+def test_buckets_are_few_and_close():
+    sizes = {bucket(count) for count in range(1, 4097)}
+    assert len(sizes) <= 4 * 12
+    for count in range(1, 4097):
+        assert count <= bucket(count) <= max(count * 1.25, count + 0.5)
+        assert bucket(bucket(count)) == bucket(count)
+    assert [bucket(count) for count in (1, 7, 8, 9, 17, 33, 1000)] == [1, 7, 8, 10, 20, 40, 1024]
