@@ -153,7 +153,8 @@ def truncate(cache: Cache, sequences: Sequences, lengths: Int32[Array, " n"]) ->
 
     copies = copies.reshape(shared.shape)
     kept_page = jnp.where(ok, jnp.where(shared, copies, opened), 0)
-    slots = (after // spec.page_size * spec.page_size)[..., None] + jnp.arange(spec.page_size, dtype=jnp.int32)
+    within = jnp.arange(spec.page_size, dtype=jnp.int32)[None, None, None]
+    slots = (after // spec.page_size * spec.page_size)[..., None] + within
     positions = jnp.where(slots < after[..., None], cache.positions[opened], -1)
     source = jnp.where(ok, opened, 0).reshape(-1)
     truncated = _copy_pages(cache, source, kept_page.reshape(-1), positions.reshape(-1, spec.page_size))
@@ -193,7 +194,7 @@ def share(
     first = jnp.where(held.any(-1), jnp.argmax(held, axis=-1), num_pages).astype(jnp.int32)
     page = jnp.arange(num_pages, dtype=jnp.int32)[None, None]
     next_slot = jnp.full_like(first, num_pages * spec.page_size)
-    visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot)
+    visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot[..., None])[..., 0]
     complete = (held == (page >= first[..., None])).all() & (first <= visible).all()
     fits = (num_pages - first <= ring_of(spec)[..., 0]).all()
     inside = (sequence >= 0) & (sequence < spec.max_seqs)

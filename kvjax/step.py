@@ -244,6 +244,9 @@ def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
     Returns: the cache, and a report of its own that the host may read late.
     """
     spec = cache.spec
+    # Nothing else tells XLA that the layers read the tables first: it would copy them to edit them early.
+    tables, _ = jax.lax.optimization_barrier((cache.page_table, cache.keys))
+    cache = dataclasses.replace(cache, page_table=tables)
     before = cache.next_slot
     after = before + step.lengths[None, None]
     cache = dataclasses.replace(cache, next_slot=after, next_position=cache.next_position + step.lengths)

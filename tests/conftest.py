@@ -25,6 +25,8 @@ jaxtyping.install_import_hook("kvjax", "beartype.beartype(conf=beartype.Beartype
 # helpers/ holds what several test modules share: `from helpers.driver import ...`.
 sys.path.append(str(Path(__file__).parent))
 
+from helpers.checkpoints import hf_tensors, random_weights, write_folder, write_gguf  # noqa: E402, F401
+
 # The same examples in every run, so that a failure is the commit's. For a search: HYPOTHESIS_PROFILE=search.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
@@ -45,3 +47,13 @@ def kernels_python() -> str:
     if not os.access(path, os.X_OK):
         missing("KVJAX_KERNELS_PYTHON does not name a Python with the kernel-checks wheels: run `make test-slow`")
     return path
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    """The trained model of `kvjax.evaluation.small_task`, 100 000 parameters, unrolled, in float32."""
+    from kvjax.models.decoder import Decoder
+    from kvjax.models.registry import find, load_weights, read_config
+
+    source = find(str(Path(__file__).parent / "data" / "small_model"))
+    return Decoder(read_config(source), load_weights(source), scan=False)

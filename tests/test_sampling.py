@@ -68,7 +68,9 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     # 3 / 2 falls below 2; without a penalty 3 stays the greatest.
     assert sample(logits, how, keys(2), seen).tolist() == [1, 0]
     negative = jnp.array([[-1.0, -1.5, -9.0]])
-    assert sample(negative, sampling(1, repetition_penalty=2.0), keys(1), jnp.array([[True, False, False]])).tolist() == [1]
+    assert sample(
+        negative, sampling(1, repetition_penalty=2.0), keys(1), jnp.array([[True, False, False]])
+    ).tolist() == [1]
 
 
 def test_log_probabilities_are_those_of_the_model():

@@ -6,8 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.driver import (
-    DECODE, PREFILL, ROLLBACK, SIZE, SPEC, WINDOW, Twin, advance, assert_same, drop, ids, jit, leaves, release,
-)  # fmt: skip
+    DECODE,
+    PREFILL,
+    ROLLBACK,
+    SIZE,
+    SPEC,
+    WINDOW,
+    Twin,
+    advance,
+    assert_same,
+    drop,
+    ids,
+    jit,
+    leaves,
+    release,
+)
 
 from kvjax.cache import Status, clear_status, init_cache
 from kvjax.errors import InputError
@@ -241,8 +254,8 @@ def test_no_index_is_ever_out_of_range():
         table, used = np.asarray(cache.page_table), writes["pages"] > 0
         assert table.min() >= 0 and table.max() < SPEC.num_pages
         assert writes["pages"].min() >= 0 and writes["pages"].max() < SPEC.num_pages
-        assert ((0 <= writes["begins"]) & (writes["begins"] < writes["ends"]) & (writes["ends"] <= SIZE))[used].all()
-        assert ((0 <= writes["first_tokens"]) & (writes["first_tokens"] < 24))[used].all()
+        assert ((writes["begins"] >= 0) & (writes["begins"] < writes["ends"]) & (writes["ends"] <= SIZE))[used].all()
+        assert ((writes["first_tokens"] >= 0) & (writes["first_tokens"] < 24))[used].all()
         assert (np.asarray(step.sequence) < 4).all() and (np.asarray(step.position) >= 0).all()
         assert used.any() == (bool(report.ok) and lengths.sum() > 0)
         assert np.asarray(report.full_pages).max() < SPEC.num_pages

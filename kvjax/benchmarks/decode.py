@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.benchmarks import against_peers
@@ -93,9 +93,9 @@ def run(model: Decoder, settings: Settings, notify: Notify) -> dict[str, Any]:
     return dict(benchmark="decode", machine=about, rows=rows, summary=rounded, peers=peers)
 
 
-def _engines(model: Decoder, point: Point, larger: bool) -> dict[str, PagedEngine | ContiguousEngine]:
+def _engines(model: Decoder, point: Point, larger: bool) -> dict[str, Callable[[], float]]:
     """The engines of one point; where `larger`, also those with a larger pool and larger tables."""
-    engines = {"paged": PagedEngine(model, point), "contiguous": ContiguousEngine(model, point)}
+    engines: dict[str, Callable[[], float]] = {"paged": PagedEngine(model, point), "contiguous": ContiguousEngine(model, point)}
     if larger:
         engines[_TABLE] = PagedEngine(model, point, table=LARGER)
         engines[_POOL] = PagedEngine(model, point, pool=LARGER)

@@ -95,21 +95,16 @@ def _store(kept, layer, new: Float[Array, "seqs kv_heads head_dim"], position):
 
 
 def empty_contiguous(model: Decoder, batch: int, context: int, dtype: str) -> Contiguous:
-    """Return contiguous keys and values that are random, at position 0."""
+    """Return contiguous keys and values that are random (the same in all layers), at position 0."""
     config = model.config
     shape = (batch, config.num_kv_heads, context, config.head_dim)
-    shapes = [(config.num_layers, *shape)] if model.scan else [shape] * config.num_layers
-
-    def build(key):
-        keys, values = (
-            tuple(jax.random.normal(k, shape, dtype) for k, shape in zip(split, shapes, strict=True))
-            for split in jax.random.split(key, (2, len(shapes)))
-        )
-        if model.scan:
-            keys, values = keys[0], values[0]
-        return Contiguous(keys, values, jnp.int32(0))
-
-    return jax.jit(build)(jax.random.key(0))
+    both = jax.random.normal(jax.random.key(0), (2, *shape), dtype)
+    if model.scan:
+        keys, values = (jnp.repeat(of_layer[None], config.num_layers, axis=0) for of_layer in both)
+    else:
+        # Buffers of their own, as all are donated.
+        keys, values = (tuple(jnp.copy(of_layer) for _ in range(config.num_layers)) for of_layer in both)
+    return Contiguous(keys, values, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +164,7 @@ def paged_spec(model: Decoder, point: Point, pool: int = 1, table: int = 1) -> C
     shape = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         windows=config.windows, max_seqs=point.batch, max_query_length=min(_FILL_CHUNK, point.context),
-        format=point.dtype,
+        format=point.dtype, rollback=point.steps,
     )  # fmt: skip
     small = CacheSpec(**shape, num_pages=2**30, pages_per_seq=2**20)
     pages = max(pages_for(point.context, small.page_size), *small.window_rings, 1)

@@ -38,6 +38,10 @@ fork, truncate, release, share, retain, drop = map(
 )  # fmt: skip
 
 
+def init(spec: CacheSpec = SPEC, **options) -> Cache:
+    return init_cache(spec, **options)
+
+
 def ints(*values) -> jax.Array:
     return jnp.asarray(np.array(values, np.int32))
 

@@ -1,0 +1,27 @@
+"""The README's examples run, and are short."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def example(heading: str) -> str:
+    section = README.split(f"## {heading}", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+
+
+def test_the_example_of_a_model_author_runs(capsys):
+    code = example("Examples")
+    assert len(code.splitlines()) <= 40
+    exec(compile(code, "README.md", "exec"), {})
+    printed, promised = capsys.readouterr().out.strip(), code.rsplit("# ", 1)[1].strip()
+    assert printed == promised
+
+
+def test_commands_of_the_readme_exist():
+    from kvjax.cli.main import COMMANDS
+
+    blocks = "".join(re.findall(r"```\n(.*?)```", README, re.DOTALL))
+    named = set(re.findall(r"^kvjax (\w+)", blocks, re.MULTILINE))
+    assert named and named <= set(COMMANDS)
