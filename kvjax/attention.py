@@ -112,7 +112,7 @@ def _write(cache: Cache, step: Step, layer, k, v) -> Cache:
 
 def _rows_of_layer(cache: Cache, step: Step, layer) -> tuple[Rows, Int32[Array, ""]]:
     spec = cache.spec
-    windows = np.array([POSITION_END if window is None else window for window in spec.windows], np.int32)
+    windows = np.array([POSITION_END if window is None else window for window in spec.layer_windows], np.int32)
     end_slot = cache.next_slot[layer] + step.lengths[None]
     rings = np.array(spec.rings, np.int32)
     # Of jax arrays for a traced layer, of numbers for a known one: the compiler then sees constants.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     config = model.config
     longest = max(prompt_lengths)
     chunk = min(options.chunk_size, max(16, 1 << (longest - 1).bit_length()))
-    shape = dict(
+    shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         max_seqs=len(prompt_lengths), max_query_length=chunk, page_size=options.page_size, format=options.format,
         windows=config.windows,

@@ -57,5 +57,5 @@ def most_pages(spec: CacheSpec, tokens: int) -> int:
     """Pages that a sequence of `tokens` tokens holds at most, windows respected."""
     full = pages_for(tokens, spec.page_size)
     return spec.groups * sum(
-        min(full, ring) if window else full for ring, window in zip(spec.rings, spec.windows, strict=True)
+        min(full, ring) if window else full for ring, window in zip(spec.rings, spec.layer_windows, strict=True)
     )

@@ -67,8 +67,7 @@ class CacheSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "format", canonical_format(self.format))
-        windows = (None,) * self.num_layers if self.windows is None else tuple(self.windows)
-        object.__setattr__(self, "windows", windows)
+        object.__setattr__(self, "windows", self.layer_windows)
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_seqs", "pages_per_seq", "max_query_length"):
             _at_least(name, getattr(self, name), 1)
         _at_least("rollback", self.rollback, 0)
@@ -90,9 +89,9 @@ class CacheSpec:
             )
 
     def _check_windows(self):
-        if len(self.windows) != self.num_layers:
-            raise InputError(f"windows names {len(self.windows)} layers, the model has {self.num_layers}")
-        for layer, window in enumerate(self.windows):
+        if len(self.layer_windows) != self.num_layers:
+            raise InputError(f"windows names {len(self.layer_windows)} layers, the model has {self.num_layers}")
+        for layer, window in enumerate(self.layer_windows):
             if window is None:
                 continue
             _at_least(f"windows[{layer}]", window, 1)
@@ -106,14 +105,19 @@ class CacheSpec:
         return pages_for(window + self.max_query_length + self.rollback, self.page_size) + 1
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of every layer, None where it has none."""
+        return (None,) * self.num_layers if self.windows is None else tuple(self.windows)
+
+    @property
     def rings(self) -> tuple[int, ...]:
         """Per layer the table entries that a row uses as a ring."""
-        return tuple(self.pages_per_seq if w is None else self._ring_of_window(w) for w in self.windows)
+        return tuple(self.pages_per_seq if w is None else self._ring_of_window(w) for w in self.layer_windows)
 
     @property
     def window_rings(self) -> tuple[int, ...]:
         """The rings of the layers that have a window: the least `pages_per_seq` may be."""
-        return tuple(self._ring_of_window(w) for w in self.windows if w is not None)
+        return tuple(self._ring_of_window(w) for w in self.layer_windows if w is not None)
 
     @property
     def heads_per_group(self) -> int:
@@ -128,7 +132,7 @@ class CacheSpec:
     @property
     def max_tokens(self) -> int | None:
         """Most tokens of one sequence, or None if every layer has a window and a sequence may run for ever."""
-        return None if all(self.windows) else self.pages_per_seq * self.page_size
+        return None if all(self.layer_windows) else self.pages_per_seq * self.page_size
 
 
 def pages_for(tokens: int, page_size: int) -> int:

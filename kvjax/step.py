@@ -261,13 +261,13 @@ def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
 
 def first_needed_page(spec: CacheSpec, next_slot: Int32[Array, "layers groups seqs"]):
     """Oldest logical page that the next token or a rollback can still see; 0 for layers without a window."""
-    reach = jnp.array([POSITION_END if w is None else w - 1 + spec.rollback for w in spec.windows], jnp.int32)
+    reach = jnp.array([POSITION_END if w is None else w - 1 + spec.rollback for w in spec.layer_windows], jnp.int32)
     return jnp.maximum(next_slot - reach[:, None, None], 0) // spec.page_size
 
 
 def _drop_passed_pages(cache: Cache, step: Step) -> Cache:
     spec = cache.spec
-    if not any(spec.windows):
+    if not any(spec.layer_windows):
         return cache
     first = jnp.maximum(cache.first, first_needed_page(spec, cache.next_slot))
     most = -(-step.max_query_length // spec.page_size)

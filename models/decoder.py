@@ -34,8 +34,12 @@ class Layer(nnx.Module):
         self.o = Linear(weights["o"], None, features_major)
         self.gate_up = Linear(_joined(weights, "gate", "up"), None, features_major)
         self.down = Linear(weights["down"], None, features_major)
-        for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "post_attn_norm", "post_mlp_norm"):
-            setattr(self, name, Norm(weights[name], config.norm_eps) if name in weights else None)
+        self.attn_norm = Norm(weights["attn_norm"], config.norm_eps)
+        self.mlp_norm = Norm(weights["mlp_norm"], config.norm_eps)
+        self.q_norm, self.k_norm, self.post_attn_norm, self.post_mlp_norm = (
+            Norm(weights[name], config.norm_eps) if name in weights else None
+            for name in ("q_norm", "k_norm", "post_attn_norm", "post_mlp_norm")
+        )
 
     def __call__(self, x: Float[Array, "tokens hidden"], layer, attention: Attention, state):
         """Run one layer; `attention(state, layer, q, k, v)` returns the attended heads and the new state."""

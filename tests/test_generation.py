@@ -1,8 +1,10 @@
 """generate and stream on a tiny random model: equal to each other, to one by one, and to a loop by hand."""
 
 import dataclasses
+from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,7 +44,8 @@ def tokens(result: kvjax.Generation) -> list[list[int]]:
 
 
 def streamed(model, prompts, options, **how) -> tuple[list[list[int]], list[str | None]]:
-    out, reasons = [[] for _ in prompts], [None] * len(prompts)
+    out: list[list[int]] = [[] for _ in prompts]
+    reasons: list[str | None] = [None] * len(prompts)
     for events in kvjax.stream(model, prompts, options, **how):
         for event in events:
             assert reasons[event.sequence] is None, "nothing comes after the end of a sequence"
@@ -122,6 +125,7 @@ def test_log_probabilities_belong_to_their_tokens(model):
     result = kvjax.generate(model, PROMPTS, Options(max_new_tokens=5, logprobs=3))
     for prompt, sequence in zip(PROMPTS, result.sequences, strict=True):
         context = list(prompt)
+        assert sequence.logprobs is not None
         for token, logs in zip(sequence.token_ids, sequence.logprobs, strict=True):
             logits = np.asarray(model.dense(jnp.array(context, jnp.int32))[-1], np.float64)
             expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
@@ -165,9 +169,10 @@ def test_the_cache_is_sound_and_sized_after_a_run(model):
 def test_similar_batches_compile_nothing_new(model):
     prompts = [[3] * 18, [4] * 33]
     kvjax.generate(model, prompts, Options(max_new_tokens=50))
-    before = [f._cache_size() for f in (prefill_step, decode_while, decode_scan)]
+    programs: list[Any] = [prefill_step, decode_while, decode_scan]
+    before = [program._cache_size() for program in programs]
     kvjax.generate(model, [[9] * 20, [4] * 34], Options(max_new_tokens=49))
-    assert [f._cache_size() for f in (prefill_step, decode_while, decode_scan)] == before
+    assert [program._cache_size() for program in programs] == before
 
 
 def test_state_keeps_its_structure_from_step_to_step(model):
@@ -175,16 +180,10 @@ def test_state_keeps_its_structure_from_step_to_step(model):
     for _ in run.prefill():
         pass
     before = run.state
-    shapes = [(leaf.shape, leaf.dtype) for leaf in chex_leaves(before)]
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(before)]
     run.scan(4)
     chex.assert_trees_all_equal_structs(before, run.state)
-    assert [(leaf.shape, leaf.dtype) for leaf in chex_leaves(run.state)] == shapes
-
-
-def chex_leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.state)] == shapes
 
 
 @pytest.mark.parametrize(

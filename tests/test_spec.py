@@ -1,6 +1,7 @@
 """What a CacheSpec accepts, refuses and derives."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.spec import FORMATS, CacheSpec, bucket, canonical_format, pages_for
 
-GOOD = dict(
+GOOD: dict[str, Any] = dict(
     num_layers=3, num_kv_heads=2, head_dim=8, num_pages=20, max_seqs=2, pages_per_seq=8, max_query_length=16,
     page_size=8,
 )  # fmt: skip

@@ -95,7 +95,10 @@ def run(model: Decoder, settings: Settings, notify: Notify) -> dict[str, Any]:
 
 def _engines(model: Decoder, point: Point, larger: bool) -> dict[str, Callable[[], float]]:
     """The engines of one point; where `larger`, also those with a larger pool and larger tables."""
-    engines: dict[str, Callable[[], float]] = {"paged": PagedEngine(model, point), "contiguous": ContiguousEngine(model, point)}
+    engines: dict[str, Callable[[], float]] = {
+        "paged": PagedEngine(model, point),
+        "contiguous": ContiguousEngine(model, point),
+    }
     if larger:
         engines[_TABLE] = PagedEngine(model, point, table=LARGER)
         engines[_POOL] = PagedEngine(model, point, pool=LARGER)

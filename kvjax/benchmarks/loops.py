@@ -123,7 +123,7 @@ class ContiguousEngine:
     def __init__(self, model: Decoder, point: Point):
         self._point, self._tokens = point, _first_tokens(model, point)
         self.graph, self.weights = nnx.split(model)
-        self.state = empty_contiguous(model, point.batch, point.context, point.dtype)
+        self.state: Any = empty_contiguous(model, point.batch, point.context, point.dtype)
 
     def __call__(self) -> float:
         begin = jnp.int32(self._point.context - self._point.steps)
@@ -143,7 +143,7 @@ class PagedEngine:
     def __init__(self, model: Decoder, point: Point, *, pool: int = 1, table: int = 1):
         self._point, self._tokens = point, _first_tokens(model, point)
         self.graph, self.weights = nnx.split(model)
-        self.state = _random_cache(paged_spec(model, point, pool, table))
+        self.state: Any = _random_cache(paged_spec(model, point, pool, table))
         kept = point.context - point.steps
         for begin in range(0, kept, _FILL_CHUNK):
             chunk = min(_FILL_CHUNK, kept)
@@ -161,7 +161,7 @@ class PagedEngine:
 def paged_spec(model: Decoder, point: Point, pool: int = 1, table: int = 1) -> CacheSpec:
     """Return the cache that just holds a point's tokens, or a larger one."""
     config = model.config
-    shape = dict(
+    shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         windows=config.windows, max_seqs=point.batch, max_query_length=min(_FILL_CHUNK, point.context),
         format=point.dtype, rollback=point.steps,

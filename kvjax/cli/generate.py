@@ -143,7 +143,7 @@ def _generate(args, model, requests: list[Request], prompts, options) -> int:
 
 def _entry(model, result, number: int, text: str) -> dict[str, Any]:
     sequence = result.sequences[number]
-    entry = dict(
+    entry: dict[str, Any] = dict(
         text=text,
         token_ids=sequence.token_ids,
         prompt_tokens=sequence.prompt_tokens,

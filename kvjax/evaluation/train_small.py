@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"argument --out: cannot make {given.out} ({error.strerror}): give another folder")
     try:
+        require("safetensors.numpy")  # before the minutes of training, not after them
         model = train(given.seed)
         facts = dict(seed=given.seed, steps=sum(phase.steps for phase in CURRICULUM), **evaluate(model))
         save(model, given.out, facts)
@@ -180,7 +181,9 @@ def save(model: Decoder, folder: Path, facts: dict[str, Any]) -> None:
         "lm_head.weight": embed,
         "model.norm.weight": np.asarray(model.final_norm.weight[...]),
     }
-    for number, layer in enumerate(model.layers):
+    # Which parts a layer has depends on its configuration, which no type checker follows.
+    layers: list[Any] = list(model.layers)
+    for number, layer in enumerate(layers):
         q, k, v = np.split(np.asarray(layer.qkv.weight[...]), (q_size, q_size + kv_size))
         gate, up = np.split(np.asarray(layer.gate_up.weight[...]), 2)
         parts = dict(q_proj=q, k_proj=k, v_proj=v, o_proj=layer.o.weight[...])

@@ -33,17 +33,13 @@ def main(name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program, spec = lowered(name, scan=True, dtype="bfloat16", place=place)
         compiled = program.compile()
-    memory = compiled.memory_analysis()
     report = dict(
         device=topology.devices[0].device_kind,
         pool=sizes.pool_bytes(spec),
-        alias=memory.alias_size_in_bytes,
-        temp=memory.temp_size_in_bytes,
+        memory=str(compiled.memory_analysis()),
         faults=faults(compiled, spec),
     )
     print(json.dumps(report))
-    if path := os.environ.get("KVJAX_DUMP_HLO"):
-        Path(path).write_text(compiled.as_text())
 
 
 if __name__ == "__main__":

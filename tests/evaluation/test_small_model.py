@@ -23,8 +23,11 @@ from kvjax.step import begin_step, end_step
 
 DOCUMENTS, LENGTH = 32, 128
 WINDOW = 48
-# Every token leads the second likeliest by more than XX nats.
-GOLDEN = []
+# Every token leads the second likeliest by 3.9 nats or more.
+GOLDEN = [
+    [45, 47, 55, 38, 43, 50, 41, 60, 58, 37, 42, 52, 46, 33],
+    [39, 62, 3, 35, 4, 54, 63, 3, 34, 4, 39, 62, 3, 35],
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +107,10 @@ def test_ragged_steps_give_the_logits_of_the_plain_forward(small_model, made, de
 
 def test_tasks_are_solved_token_by_token(streamed, made):
     found = score(streamed, made)
-    assert 1.0 < found[Tag.FILLER].nll < 2.0
-    assert found[Tag.COPY].nll < 0.1 and found[Tag.COPY].accuracy > 0.97
-    assert found[Tag.ANSWER].nll < 0.1 and found[Tag.ANSWER].accuracy > 0.97
+    # Recorded: 1.363; 0.0024 and 1.0; 0.0018 and 1.0. Filler clearly below would be a look into the future.
+    assert 1.34 < found[Tag.FILLER].nll < 1.38
+    assert found[Tag.COPY].nll < 0.02 and found[Tag.COPY].accuracy > 0.99
+    assert found[Tag.ANSWER].nll < 0.02 and found[Tag.ANSWER].accuracy > 0.99
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 0.95])
@@ -120,21 +124,23 @@ def test_a_window_forgets_the_needles_before_it(small_model):
     """What left the window must be out of reach: clearly more than chance (1 in 32) would be a leak."""
     windowed = nnx.clone(small_model)
     windowed.config = dataclasses.replace(small_model.config, windows=(WINDOW, WINDOW))
-    made = documents(DOCUMENTS, LENGTH, seed=TEST_SEED + 2, depth=0.0)
+    made = documents(16, LENGTH, seed=TEST_SEED + 2, depth=0.0)
     assert score(stream(windowed, made.tokens), made)[Tag.ANSWER].accuracy < 0.15
 
 
 def test_greedy_text_finishes_the_copy_and_the_questions(small_model, made):
     copy_at = int(np.flatnonzero(made.tags[0] == Tag.COPY)[0])
     prompts = [made.tokens[0, :copy_at].tolist(), made.tokens[1, :-7].tolist()]
-    texts = [sequence.token_ids for sequence in generate(small_model, prompts, Options(max_new_tokens=7)).sequences]
-    assert texts[0] == made.tokens[0, copy_at : copy_at + 7].tolist()
-    assert texts[1] == made.tokens[1, -7:].tolist()
+    texts = [sequence.token_ids for sequence in generate(small_model, prompts, Options(max_new_tokens=14)).sequences]
     assert texts == GOLDEN
+    assert texts[0] == made.tokens[0, copy_at : copy_at + 14].tolist()
+    assert texts[1][:7] == made.tokens[1, -7:].tolist()
 
 
 def test_training_starts_and_its_folder_gives_the_same_logits(tmp_path, made):
-    model = train_small.train(3, (Phase(64, 4, 1e-3, 1), Phase(72, 4, 1e-3, 1, needles=3)))
+    # optax does not follow the tests' strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        model = train_small.train(3, (Phase(64, 4, 1e-3, 1), Phase(64, 4, 1e-3, 1, needles=1)))
     train_small.save(model, tmp_path, dict(seed=3))
     source = find(str(tmp_path))
     loaded = Decoder(read_config(source), load_weights(source), scan=False, features_major=False)

@@ -13,7 +13,9 @@ from kvjax.models.decoder import Decoder
 def tiny_decoder(*, scan: bool = False, dtype: str = "float32", **changes: Any) -> Decoder:
     """A random model with grouped heads; `changes` are fields of its configuration, `windows` among them."""
     layers = changes.pop("num_layers", 2)
-    shape = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8)
+    shape: dict[str, Any] = dict(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8
+    )
     shape |= dict(windows=(None,) * layers, attention_scale=0.3) | changes
     config = DecoderConfig(
         **shape, model_type="llama", num_layers=layers, norm_eps=1e-5, activation="silu", tie_word_embeddings=True,

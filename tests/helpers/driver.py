@@ -21,8 +21,8 @@ SPEC = CacheSpec(
     page_size=8, format="float32", windows=(None, 11), rollback=4, debug=True,
 )  # fmt: skip
 SIZE, WINDOW, ROLLBACK, HEADS = SPEC.page_size, 11, SPEC.rollback, 4
-PREFILL = dict(num_tokens=24, max_query_length=20)
-DECODE = dict(num_tokens=4, max_query_length=1)
+PREFILL: dict[str, Any] = dict(num_tokens=24, max_query_length=20)
+DECODE: dict[str, Any] = dict(num_tokens=4, max_query_length=1)
 
 
 def jit(function, **options):

@@ -35,7 +35,7 @@ def _one_step(graph, weights, cache, token):
 def pool_spec(model, page_format: str) -> CacheSpec:
     """A cache for `model` with 256 MB of keys and values."""
     config = model.config
-    shape = dict(
+    shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=SEQS,
         pages_per_seq=32, max_query_length=CHUNK, format=page_format, windows=config.windows,
     )  # fmt: skip
@@ -45,7 +45,7 @@ def pool_spec(model, page_format: str) -> CacheSpec:
 
 def model_for_programs(*, scan: bool, dtype: str = "float32"):
     """A model whose weights are small beside the pool; one of its layers has a window."""
-    changes = dict(hidden_size=128, intermediate_size=128, head_dim=64, vocab_size=256)
+    changes: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, head_dim=64, vocab_size=256)
     return tiny_decoder(scan=scan, dtype=dtype, num_layers=3, windows=(None, 100, None), **changes)
 
 

@@ -1,6 +1,7 @@
 """Both backends of paged attention over shuffled page tables: a worked example, an oracle, and planted errors."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -79,20 +80,8 @@ class Case:
         return out
 
 
-OPTIONS = ("scale", "soft_cap", "max_query_length")
-
-
-@jit
-def _decode(q, keys, values, positions, rows, queries, window, sinks):
-    return _xla(q, keys, values, positions, rows, queries, window, sinks, 1)
-
-
-@jit
-def _any(q, keys, values, positions, rows, queries, window, sinks):
-    return _xla(q, keys, values, positions, rows, queries, window, sinks, 20)
-
-
-def _xla(q, keys, values, positions, rows, queries, window, sinks, longest, soft_cap: float | None = 2.5):
+@functools.partial(jit, static_argnums=(8, 9))
+def _xla(q, keys, values, positions, rows, queries, window, sinks, longest, soft_cap):
     return xla.paged_attention(
         q, keys, values, positions, rows, queries, window=window, scale=0.6, soft_cap=soft_cap, sink_logits=sinks,
         max_query_length=longest,
@@ -100,11 +89,11 @@ def _xla(q, keys, values, positions, rows, queries, window, sinks, longest, soft
 
 
 def by_xla(case: Case, arguments=None, window=None):
-    run = _decode if max(case.query_lengths) == 1 else _any
     sinks = case.options.get("sink_logits")
     sinks = None if sinks is None else jnp.asarray(sinks)
     window = jnp.int32(case.window if window is None else window)
-    return np.asarray(run(*(case.arguments if arguments is None else arguments), window, sinks))
+    longest = 1 if max(case.query_lengths) == 1 else 20
+    return np.asarray(_xla(*(case.arguments if arguments is None else arguments), window, sinks, longest, 2.5))
 
 
 def by_reference(case: Case):
@@ -130,7 +119,12 @@ def test_worked_example(backend):
     keys[2, 0, :2], values[2, 0, :2], positions[2, :2] = [[0, 0], [math.log(3) / 2, 0]], [[1, 1], [2, 2]], [0, 1]
     rows = Rows(ids([[[2]]]), ids([[0]]), ids([[2]]), jnp.int32(1))
     queries = Queries(ids([0]), ids([1]), ids([1]), ids([0]))
-    arguments = (jnp.asarray([[[2.0, 0.0]]]), *map(jnp.asarray, (keys, values, positions)), rows, queries)
+    arguments: tuple[Any, ...] = (
+        jnp.asarray([[[2.0, 0.0]]]),
+        *map(jnp.asarray, (keys, values, positions)),
+        rows,
+        queries,
+    )
     if backend == "xla":
         out = xla.paged_attention(*arguments, window=jnp.int32(9), scale=1.0, max_query_length=1)
     else:

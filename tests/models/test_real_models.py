@@ -97,7 +97,7 @@ def test_smollm2_chooses_what_transformers_chooses():
 @pytest.mark.slow
 def test_gemma3_chooses_what_transformers_chooses_beyond_its_window():
     model, prompts, spec, cache = assert_transformers_choice("gemma3-270m")
-    assert sum(len(prompt) >= 700 for prompt in prompts) >= 4 and 512 in spec.windows
+    assert sum(len(prompt) >= 700 for prompt in prompts) >= 4 and 512 in spec.layer_windows
     # Pages that windows have passed are back in the pool.
     most = sum(sizes.most_pages(spec, len(prompt) + 64) for prompt in prompts)
     unwindowed = sum(spec.num_layers * -(-(len(prompt) + 63) // spec.page_size) for prompt in prompts)
