@@ -47,7 +47,7 @@ def command(monkeypatch, capsys):
         try:
             code = cli.main(["benchmark", "decode", *flags])
         except SystemExit as error:
-            code = error.code
+            code = int(error.code or 0)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -173,9 +173,10 @@ def test_contiguous_loop_copies_no_cache():
     token, steps = jnp.zeros(2, jnp.int32), jnp.int32(1)
     with unchecked_shapes():
         compiled = loops.decode_loop.lower(loops.advance_contiguous, graph, weights, state, token, steps).compile()
-    figures = compiled.memory_analysis()
+    figures, text = compiled.memory_analysis(), compiled.as_text()
+    assert figures is not None and text is not None
     assert figures.alias_size_in_bytes >= total
-    assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and "f32[2,2,4096,8]" in line]
+    assert not [line for line in text.splitlines() if " copy(" in line and "f32[2,2,4096,8]" in line]
 
 
 def test_turns_and_ratios():
@@ -193,7 +194,9 @@ def test_turns_and_ratios():
 class SlowPeer(Peer):
     """A peer slower than anything, with tokens of its own; the other one is not set up."""
 
-    engine = "slow 1.0"
+    @property
+    def engine(self) -> str:
+        return "slow 1.0"
 
     def available(self) -> bool:
         return self.name == "transformers"

@@ -33,7 +33,9 @@ def test_a_copy_of_the_pool_is_noticed():
     compiled = jax.jit(lambda pool: (pool, pool.at[0].set(0))).lower(keys).compile()
     found = faults(compiled, spec)
     assert any("alias" in fault for fault in found) and any("copy(" in fault for fault in found)
-    of_a_page = compiled.as_text().replace(f"f32[{spec.num_pages},", "f32[1,")
+    text = compiled.as_text()
+    assert text is not None
+    of_a_page = text.replace(f"f32[{spec.num_pages},", "f32[1,")
     assert not whole_pool_operations(of_a_page, spec)
 
 
