@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Int32
 
 from kvjax import pages
 from kvjax.cache import Cache, Status, raise_status, ring_of
-from kvjax.step import drop_pages, first_needed_page, scrub, set_positions
+from kvjax.placement import set_positions
+from kvjax.step import drop_pages, first_needed_page, scrub
 
 Sequences = Int32[Array, " n"]
 

@@ -9,31 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax import pages
-from kvjax.cache import EMPTY_SPAN, POSITION_END, Cache, Status, raise_status, ring_of
+from kvjax.cache import POSITION_END, Cache, Status, raise_status
 from kvjax.errors import InputError
 from kvjax.invariants import broken_on_device
 from kvjax.kernels.pytree import pytree
+from kvjax.placement import Writes, allocate_pages, entry_ids, touched_pages, write_positions, writes_of
 from kvjax.spec import CacheSpec
-
-
-@pytree
-class Writes:
-    """The pages that a step's tokens go to, int32 [layers, groups, touched] each; see `kernels.write_pages`.
-
-    Attributes:
-        pages: ids, 0 for padding.
-        first_tokens: place of the first packed token of each page.
-        begins, ends: the slots that receive tokens.
-    """
-
-    pages: Int32[Array, "layers groups touched"]
-    first_tokens: Int32[Array, "layers groups touched"]
-    begins: Int32[Array, "layers groups touched"]
-    ends: Int32[Array, "layers groups touched"]
-
-    def of_layer(self, layer) -> tuple[Array, Array, Array, Array]:
-        """The four arrays of one layer, which may be traced."""
-        return self.pages[layer], self.first_tokens[layer], self.begins[layer], self.ends[layer]
 
 
 @pytree
@@ -116,15 +97,15 @@ def begin_step(
     if num_tokens < 1:
         raise InputError(f"num_tokens is {num_tokens}: a step needs at least 1")
     cache, lengths, ok = _accept(cache, query_lengths, num_tokens, max_query_length)
-    touched = _touched_pages(cache, lengths, num_tokens, max_query_length)
-    cache, ids, ok = _allocate(cache, touched, ok)
+    touched = touched_pages(cache, lengths, num_tokens, max_query_length)
+    cache, ids, ok = allocate_pages(cache, touched, ok)
     lengths = jnp.where(ok, lengths, 0)
-    cache = _write_positions(cache, lengths, touched, ids)
+    cache = write_positions(cache, lengths, touched, ids)
     sequence, offset, valid = pages.ragged(lengths, num_tokens)
     position = jnp.where(valid, cache.next_position.at[sequence].get(mode="promise_in_bounds") + offset, 0)
     starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     index = jnp.zeros(spec.max_seqs, bool) if index is None else index
-    writes = _writes(cache, lengths, starts, touched, ids)
+    writes = writes_of(cache, lengths, starts, touched, ids)
     step = Step(ok, lengths, starts, sequence, position, valid, writes, index, max_query_length)
     return cache, step
 
@@ -137,101 +118,6 @@ def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
     cache = dataclasses.replace(cache, status=cache.status & ~int(Status.OUT_OF_PAGES))
     cache = raise_status(raise_status(cache, Status.BAD_LENGTHS, bad), Status.POSITION_LIMIT, at_end)
     return cache, lengths, ~(bad | at_end)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Touched:
-    """Pages that receive tokens in a step: [layers, groups, touched] each, padded at the end."""
-
-    sequence: Int32[Array, "layers groups touched"]
-    page: Int32[Array, "layers groups touched"]
-    used: Bool[Array, "layers groups touched"]
-    new: Bool[Array, "layers groups touched"]
-
-
-def touched_bound(spec: CacheSpec, num_tokens: int, max_query_length: int) -> int:
-    """Most pages of one layer and group that `num_tokens` tokens of at most `max_query_length` each can touch."""
-    active = min(spec.max_seqs, num_tokens)
-    of_all = (num_tokens + active * (spec.page_size - 2)) // spec.page_size + active
-    of_each = ((max_query_length + spec.page_size - 2) // spec.page_size + 1) * active
-    return min(num_tokens, of_all, of_each)
-
-
-def _touched_pages(cache: Cache, lengths, num_tokens: int, longest: int) -> _Touched:
-    size = cache.spec.page_size
-    begin = cache.next_slot // size
-    end = jnp.where(lengths > 0, -(-(cache.next_slot + lengths[None, None]) // size), begin)
-    bound = touched_bound(cache.spec, num_tokens, longest)
-    layout = jax.vmap(jax.vmap(lambda counts: pages.ragged(counts, bound)))
-    sequence, within, used = layout(end - begin)
-    page = _of_rows(begin, sequence) + within
-    new = used & (page * size >= _of_rows(cache.next_slot, sequence))
-    return _Touched(sequence, page, used, new)
-
-
-def _of_rows(rows: Int32[Array, "layers groups seqs"], sequence: Int32[Array, "layers groups n"]):
-    return jnp.take_along_axis(rows, sequence, axis=2, mode="promise_in_bounds")
-
-
-def _entry_ids(cache: Cache, sequence, page):
-    """Ids that the table holds for logical pages [layers, groups, n] of sequences [layers, groups, n]."""
-    layer, group, _ = jnp.ix_(*map(jnp.arange, sequence.shape))
-    entry = page % ring_of(cache.spec)
-    where = (layer, group, sequence, entry)
-    return cache.page_table.at[where].get(mode="promise_in_bounds"), where
-
-
-def _allocate(cache: Cache, touched: _Touched, ok):
-    """Pop a page for every new one; all or nothing. Returns the ids of the touched pages too (0 where none)."""
-    fits_row = touched.page - _of_rows(cache.first, touched.sequence) < ring_of(cache.spec)
-    wanted = touched.new.sum(dtype=jnp.int32)
-    enough = (wanted <= cache.allocator.num_free) & (fits_row | ~touched.used).all()
-    cache = raise_status(cache, Status.OUT_OF_PAGES, ok & ~enough)
-    ok = ok & enough
-
-    def allocate(allocator, table):
-        allocator, ids = pages.pop(allocator, (touched.new & ok).reshape(-1))
-        _, where = _entry_ids(cache, touched.sequence, touched.page)
-        # Entries without a page are 0, so adding writes the new ids and lets padding change nothing.
-        return allocator, table.at[where].add(ids.reshape(touched.new.shape), mode="promise_in_bounds")
-
-    allocator, table = jax.lax.cond(ok & (wanted > 0), allocate, lambda *same: same, cache.allocator, cache.page_table)
-    cache = dataclasses.replace(cache, allocator=allocator, page_table=table)
-    ids, _ = _entry_ids(cache, touched.sequence, touched.page)
-    return cache, jnp.where(touched.used & ok, ids, 0), ok
-
-
-def _write_positions(cache: Cache, lengths, touched: _Touched, ids) -> Cache:
-    """Write the positions of the step's tokens, in all layers at once, and the span of every page they touch."""
-    size = cache.spec.page_size
-    slot = touched.page[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-    begin = _of_rows(cache.next_slot, touched.sequence)
-    count = lengths.at[touched.sequence].get(mode="promise_in_bounds")
-    offset = slot - begin[..., None]
-    written = (offset >= 0) & (offset < count[..., None])
-    old = jnp.where(touched.new[..., None], -1, cache.positions.at[ids].get(mode="promise_in_bounds"))
-    position = cache.next_position.at[touched.sequence].get(mode="promise_in_bounds")[..., None] + offset
-    rows = jnp.where((ids > 0)[..., None], jnp.where(written, position, old), -1)
-    return set_positions(cache, ids.reshape(-1), rows.reshape(-1, size))
-
-
-def set_positions(cache: Cache, ids: Int32[Array, " n"], rows: Int32[Array, "n page_size"]) -> Cache:
-    """Replace the positions of pages `ids` (0 for none) and recompute their spans."""
-    least = jnp.where(rows >= 0, rows, EMPTY_SPAN[0]).min(-1)
-    span = jnp.stack([least, rows.max(-1)], axis=-1)
-    return dataclasses.replace(
-        cache,
-        positions=cache.positions.at[ids].set(rows, mode="promise_in_bounds"),
-        page_span=cache.page_span.at[ids].set(span, mode="promise_in_bounds"),
-    )
-
-
-def _writes(cache: Cache, lengths, starts, touched: _Touched, ids) -> Writes:
-    size = cache.spec.page_size
-    of_owner = lambda per_sequence: per_sequence.at[touched.sequence].get(mode="promise_in_bounds")  # noqa: E731
-    ahead = touched.page * size - _of_rows(cache.next_slot, touched.sequence)
-    first_token = of_owner(starts) + jnp.maximum(ahead, 0)
-    return Writes(ids, first_token, jnp.maximum(-ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size))
 
 
 def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
@@ -277,7 +163,7 @@ def _drop_passed_pages(cache: Cache, step: Step) -> Cache:
     def drop(table, allocator, status):
         shape = (*passed.shape[:2], spec.max_seqs * most)
         sequence = jnp.broadcast_to(jnp.arange(spec.max_seqs, dtype=jnp.int32)[None, None, :, None], passed.shape)
-        ids, where = _entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
+        ids, where = entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
         ids = jnp.where(passed.reshape(shape), ids, 0)
         return (table.at[where].add(-ids, mode="promise_in_bounds"), *drop_pages(allocator, status, ids.reshape(-1)))
 
@@ -313,7 +199,7 @@ def _full_pages(cache: Cache, step: Step, begin, end):
     full = (page < end[..., None]) & (page >= cache.first[..., None])
     shape = (*full.shape[:2], -1)
     sequence = jnp.broadcast_to(jnp.arange(cache.spec.max_seqs, dtype=jnp.int32)[None, None, :, None], full.shape)
-    ids, _ = _entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
+    ids, _ = entry_ids(cache, sequence.reshape(shape), page.reshape(shape))
     ids = jnp.where(full, ids.reshape(full.shape), 0)
     indexed = jnp.where(step.index[None, None, :, None], ids, 0).reshape(-1)
     allocator, _ = jax.lax.cond(

@@ -25,8 +25,9 @@ from helpers.driver import (
 from kvjax.cache import Status, clear_status, init_cache
 from kvjax.errors import InputError
 from kvjax.invariants import CacheError, check
+from kvjax.placement import touched_bound
 from kvjax.spec import CacheSpec, pages_for
-from kvjax.step import begin_step, end_step, touched_bound
+from kvjax.step import begin_step, end_step
 
 END = 2**31 - 1
 
