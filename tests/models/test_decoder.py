@@ -47,33 +47,46 @@ def family(request, tmp_path_factory, random_weights):
     return request.param, read_config(source), load_weights(source)
 
 
-def paged_logits(decoder: Decoder, tokens, chunks, page_size=8):
-    """Logits of all tokens, fed to a cache in chunks of the given lengths."""
-    config = decoder.config
-    spec = CacheSpec(
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=200,
-        max_seqs=2, pages_per_seq=12, max_query_length=32, page_size=page_size, format="float32",
-        windows=config.windows, debug=True,
-    )  # fmt: skip
-    cache = init_cache(spec)
-    graph, state = nnx.split(decoder)
+class Paged:
+    """A decoder over a paged cache; compiles two steps, one for chunks of up to 32 tokens and one for decoding."""
 
-    def step_of(state, cache, tokens, length):
-        longest = tokens.shape[0]
-        cache, step = begin_step(
-            cache, jnp.array([0, 1], jnp.int32) * length, num_tokens=longest, max_query_length=longest
-        )
-        logits, cache = nnx.merge(graph, state)(cache, step, tokens, all_tokens=True)
-        cache, _ = end_step(cache, step)
-        return logits, cache
+    def __init__(self, decoder: Decoder):
+        config = decoder.config
+        self.spec = CacheSpec(
+            num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, num_pages=200,
+            max_seqs=2, pages_per_seq=12, max_query_length=32, page_size=8, format="float32",
+            windows=config.windows, debug=True,
+        )  # fmt: skip
+        graph, state = nnx.split(decoder)
 
-    step_of, out, begin = jax.jit(step_of, donate_argnums=1), [], 0
-    for length in chunks:
-        logits, cache = step_of(state, cache, jnp.asarray(tokens[begin : begin + length]), jnp.int32(length))
-        out.append(np.asarray(logits))
-        begin += length
-    check(cache, held={})
-    return np.concatenate(out)
+        def step_of(cache, tokens, length):
+            longest = tokens.shape[0]
+            cache, step = begin_step(
+                cache, jnp.array([0, 1], jnp.int32) * length, num_tokens=longest, max_query_length=longest
+            )
+            logits, cache = nnx.merge(graph, state)(cache, step, tokens, all_tokens=True)
+            cache, _ = end_step(cache, step)
+            return logits, cache
+
+        self.step = jax.jit(step_of, donate_argnums=0)
+
+    def logits(self, tokens, chunks) -> np.ndarray:
+        """Logits of all tokens, fed in chunks of the given lengths."""
+        cache, out, begin = init_cache(self.spec), [], 0
+        for length in chunks:
+            padded = np.zeros(1 if length == 1 else 32, np.int32)
+            padded[:length] = tokens[begin : begin + length]
+            logits, cache = self.step(cache, jnp.asarray(padded), jnp.int32(length))
+            out.append(np.asarray(logits)[:length])
+            begin += length
+        check(cache, held={})
+        return np.concatenate(out)
+
+
+@pytest.fixture(scope="module")
+def unrolled(family) -> Paged:
+    _, config, weights = family
+    return Paged(Decoder(config, weights, scan=False, features_major=True))
 
 
 def test_dense_logits_are_those_of_transformers(family):
@@ -83,15 +96,14 @@ def test_dense_logits_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("chunks", [(32, 8), (7, 5, 11) + (1,) * 17], ids=["prefill", "chunks-and-decode"])
-def test_paged_logits_are_those_of_transformers(family, chunks):
-    name, config, weights = family
-    logits = paged_logits(Decoder(config, weights), LOGITS[f"{name}.tokens"], chunks)
+def test_paged_logits_are_those_of_transformers(family, unrolled, chunks):
+    name = family[0]
+    logits = unrolled.logits(LOGITS[f"{name}.tokens"], chunks)
     np.testing.assert_allclose(logits, LOGITS[f"{name}.logits"], atol=TOLERANCE)
 
 
-def test_scanned_layers_give_the_logits_of_unrolled_ones(family):
+def test_scanned_layers_give_the_logits_of_unrolled_ones(family, unrolled):
     name, config, weights = family
     tokens, chunks = LOGITS[f"{name}.tokens"], (13, 1, 1, 25)
-    unrolled = paged_logits(Decoder(config, weights, scan=False, features_major=True), tokens, chunks)
-    scanned = paged_logits(Decoder(config, weights, scan=True, features_major=False), tokens, chunks)
-    np.testing.assert_allclose(scanned, unrolled, atol=1e-4)
+    scanned = Paged(Decoder(config, weights, scan=True, features_major=False))
+    np.testing.assert_allclose(scanned.logits(tokens, chunks), unrolled.logits(tokens, chunks), atol=1e-4)
