@@ -71,9 +71,10 @@ def _attend_blocks(done: Partial, q, pool: Pool, queries: Queries, blocks: _Bloc
         owner = jnp.minimum((ends[None] <= places[:, None]).sum(1, dtype=jnp.int32), num_rows - 1)
         of_owner = lambda rows: rows.at[owner].get(mode="promise_in_bounds")  # noqa: E731
         page = of_owner(blocks.begins) + (places - of_owner(ends - blocks.counts)) * blocks.pages
-        used = places < ends[-1]
+        # Rows without a block may lie between the owners: those too far from the first wait for the next iteration.
+        used = (places < ends[-1]) & (owner - owner[0] < items)
         part = _attend_items(q, pool, queries, of_owner(blocks.sequence), page, used, blocks.pages)
-        return place + items, merge(done, part) if num_rows == 1 else _add(done, part, owner, used)
+        return place + used.sum(dtype=jnp.int32), merge(done, part) if num_rows == 1 else _add(done, part, owner, used)
 
     return lax.while_loop(lambda state: state[0] < ends[-1], body, (jnp.int32(0), done))[1]
 

@@ -1,0 +1,38 @@
+"""The decode loop's list of blocks: rows may have none of one size while their neighbours have some."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.paged_attention import Queries, Rows, reference, xla
+
+PAGE_SIZE, PAGES = 32, 24
+
+
+def test_rows_without_blocks_of_a_size_may_lie_between_others():
+    # 512 tokens are one large block and no small one; the short rows have a small one and no large one. One iteration
+    # therefore meets owners more than eight rows apart.
+    lengths = np.array([1] + [512] * 8 + [5, 700, 3], np.int32)
+    rng = np.random.default_rng(0)
+    table, positions, next_page = np.zeros((1, 12, PAGES), np.int32), [np.full(PAGE_SIZE, -1)], 1
+    for row, length in enumerate(lengths):
+        for page in range(-(-int(length) // PAGE_SIZE)):
+            slots = page * PAGE_SIZE + np.arange(PAGE_SIZE)
+            positions.append(np.where(slots < length, slots, -1))
+            table[0, row, page] = next_page
+            next_page += 1
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    pool = (
+        draw(next_page, 1, PAGE_SIZE, 8),
+        draw(next_page, 1, PAGE_SIZE, 8),
+        jnp.asarray(np.stack(positions), jnp.int32),
+    )
+    zeros = jnp.zeros(12, jnp.int32)
+    rows = Rows(jnp.asarray(table), zeros[None], jnp.asarray(lengths)[None], jnp.int32(PAGES))
+    queries = Queries(jnp.arange(12, dtype=jnp.int32), zeros + 1, jnp.asarray(lengths) - 1, zeros)
+    q, window = draw(12, 2, 8), jnp.int32(2**31 - 1)
+    out = jax.jit(lambda q: xla.paged_attention(q, *pool, rows, queries, window=window, scale=0.5, max_query_length=1))(
+        q
+    )
+    expected = reference.paged_attention(q, *pool, rows, queries, window=window, scale=0.5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
