@@ -91,7 +91,7 @@ class Batch:
         pending = [(sequence, 0) for sequence in range(len(self.prompts))]
         size = self.spec.max_query_length
         while pending:
-            chunk, pending = _next_chunk(pending, self.prompts, size)
+            chunk, pending = next_chunk(pending, self.prompts, size)
             chosen, ok = self._feed(chunk, give_up=len(chunk) == 1)
             if not ok and len(chunk) > 1:
                 # Together they do not fit: one by one, so that as many as possible are served.
@@ -192,7 +192,7 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     return spec
 
 
-def _next_chunk(pending, prompts: Prompts, size: int):
+def next_chunk(pending, prompts: Prompts, size: int):
     """Pack prompt tokens, in order, into one chunk: (sequence, begin, end) parts, and what is left."""
     chunk, room = [], size
     while pending and room:

@@ -79,7 +79,7 @@ def generate(
         prompts: token ids, of any lengths.
         options: see `Options`.
         progress: is called with prompt tokens fed and in all, after every chunk.
-        stop: is called every 16 steps with a running sequence's number and tokens; True ends it (stop texts).
+        stop: is called every 16 steps with a sequence's number and tokens; True ends it, with reason stop (stop texts).
 
     Returns: everything generated, whatever the reason for the end, with times and memory.
 
@@ -88,13 +88,7 @@ def generate(
     options = options or Options()
     run = Batch(model, prompts, options)
     began = time.perf_counter()
-    ttft = 0.0
-    first = None
-    for chosen in run.prefill(progress):
-        first = chosen if first is None else _either(first, chosen)
-        if not ttft and bool(chosen.valid.any()):
-            ttft = time.perf_counter() - began
-    assert first is not None
+    first, ttft = _first_tokens(run, progress)
     prefilled = time.perf_counter()
     places = bucket(max(run.limits))
     out = jax.tree.map(lambda x: jnp.zeros((places, *x.shape), x.dtype).at[0].set(x), first)
@@ -116,6 +110,18 @@ def generate(
         pages_used_peak=int(run.state.peak_pages),
         spec=run.spec,
     )
+
+
+def _first_tokens(run: Batch, progress: Callable[[int, int], None] | None) -> tuple[Chosen, float]:
+    """Prefill; returns the first token of every sequence, and the seconds until the first of them was there."""
+    began = time.perf_counter()
+    ttft, first = 0.0, None
+    for chosen in run.prefill(progress):
+        first = chosen if first is None else _either(first, chosen)
+        if not ttft and bool(chosen.valid.any()):
+            ttft = time.perf_counter() - began
+    assert first is not None, "a batch has a prompt, and a prompt a token"
+    return first, ttft
 
 
 def _either(a: Chosen, b: Chosen) -> Chosen:

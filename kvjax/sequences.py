@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 
 from kvjax import pages
 from kvjax.cache import Cache, Status, raise_status, ring_of
-from kvjax.placement import set_positions
+from kvjax.placement import entry_ids, set_positions
 from kvjax.step import drop_pages, first_needed_page, scrub
 
 Sequences = Int32[Array, " n"]
@@ -205,10 +205,7 @@ def share(
     allocator, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
     ok = ok & all_held
 
-    layer, group, entry = jnp.broadcast_arrays(
-        jnp.arange(spec.num_layers)[:, None, None], jnp.arange(spec.groups)[None, :, None], page % ring_of(spec)
-    )
-    where = (layer, group, jnp.broadcast_to(sequence, layer.shape), entry)
+    _, where = entry_ids(cache, *(jnp.broadcast_to(of_all, page_ids.shape) for of_all in (sequence, page)))
     table = cache.page_table.at[where].add(jnp.where(ok, page_ids, 0))
     return dataclasses.replace(
         cache,

@@ -12,7 +12,6 @@ from helpers.driver import (
     ROLLBACK,
     SIZE,
     SPEC,
-    Twin,
     advance,
     assert_same,
     fork,
@@ -20,22 +19,13 @@ from helpers.driver import (
     leaves,
     release,
     retain,
+    table,
     truncate,
+    twin_of,
 )
 
 from kvjax.cache import Status, init_cache
 from kvjax.invariants import check
-
-
-def table(cache):
-    return np.asarray(cache.page_table)
-
-
-def twin_of(*steps, spec=SPEC):
-    twin = Twin(spec)
-    for lengths in steps:
-        assert bool(twin.step(lengths, **PREFILL).ok)
-    return twin
 
 
 def forked(twin, source, target):

@@ -20,23 +20,13 @@ from helpers.driver import (
     release,
     retain,
     share,
+    table,
     truncate,
+    twin_of,
 )
 
 from kvjax.cache import Status, init_cache
 from kvjax.invariants import check
-
-
-def table(cache):
-    return np.asarray(cache.page_table)
-
-
-def twin_of(*steps, spec=SPEC):
-    twin = Twin(spec)
-    for lengths in steps:
-        assert bool(twin.step(lengths, **PREFILL).ok)
-    return twin
-
 
 # share, retain, drop
 

@@ -35,10 +35,9 @@ def paged_attention(
     dtype of `q`; softmax and accumulation are float32.
     """
     pool = Pool(keys, values, positions, rows, window, scale, soft_cap, sink_logits)
-    is_decode = (queries.lengths == 1).astype(jnp.int32)
     if max_query_length == 1:
-        out = decode(q, pool, queries, num_rows=q.shape[0])
-        return out.astype(q.dtype)
+        return decode(q, pool, queries, num_rows=q.shape[0]).astype(q.dtype)
+    is_decode = (queries.lengths == 1).astype(jnp.int32)
     tiles = prefill(q, pool, queries, max_query_length=max_query_length)
     num_rows = min(q.shape[0], is_decode.shape[0])
     row = jnp.cumsum(is_decode, dtype=jnp.int32) - is_decode

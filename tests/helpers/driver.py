@@ -215,3 +215,16 @@ class Twin:
                 for i, window in enumerate(self.spec.windows or ())
             ]
         )
+
+
+def table(cache):
+    """The page table on the host."""
+    return np.asarray(cache.page_table)
+
+
+def twin_of(*steps, spec=SPEC):
+    """A twin that has taken prefill steps of these lengths."""
+    twin = Twin(spec)
+    for lengths in steps:
+        assert bool(twin.step(lengths, **PREFILL).ok)
+    return twin

@@ -63,7 +63,7 @@ def teacher_forced(model, prompts, forced):
     tops = np.zeros(chosen.shape, np.float32)
     pending = [(number, 0) for number in range(len(prompts))]
     while pending:
-        chunk, pending = batch._next_chunk(pending, prompts, CHUNK)
+        chunk, pending = batch.next_chunk(pending, prompts, CHUNK)
         tokens, lengths = np.zeros(CHUNK, np.int32), np.zeros(len(prompts), np.int32)
         packed = sum((prompts[number][begin:end] for number, begin, end in chunk), [])
         tokens[: len(packed)] = packed
