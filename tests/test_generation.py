@@ -8,35 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.decoders import tiny_decoder
 
 import kvjax
 from kvjax.batch import Batch, Options, cache_spec
 from kvjax.decoding import decode_scan, decode_while, prefill_step
-from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 
-VOCAB = 61
 PROMPTS = [[5, 9, 2], list(range(1, 40)), [7], list(range(3, 20))]
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = DecoderConfig(
-        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, norm_eps=1e-5, activation="silu", tie_word_embeddings=True,
-        attention_scale=8**-0.5, windows=(None, 20), rope_theta=10_000.0, max_position=512,
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 2 / np.sqrt(shape[-1])  # noqa: E731
-    ones = lambda: np.ones(32, np.float32)  # noqa: E731
-    layers = [
-        dict(
-            attn_norm=ones(), mlp_norm=ones(), q=draw(32, 32), k=draw(16, 32), v=draw(16, 32), o=draw(32, 32),
-            gate=draw(48, 32), up=draw(48, 32), down=draw(32, 48),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    return Decoder(config, dict(embed=draw(VOCAB, 32) * 6, final_norm=ones(), layers=layers))
+    return tiny_decoder(windows=(None, 20))
 
 
 def tokens(result: kvjax.Generation) -> list[list[int]]:
