@@ -103,11 +103,16 @@ def _add(done: Partial, part: Partial, owner: Int32[Array, " items"], used: Bool
     first = owner[0]
     near = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, first, items), done)
     row = first + jnp.arange(items, dtype=jnp.int32)
-    mine = ((owner[:, None] == row[None]) & used[:, None])[:, :, None, None, None]
-    maximum = jnp.maximum(near.maximum, jnp.where(mine, part.maximum[:, None], MASKED / 2).max(0))
+    mine = (owner[:, None] == row[None]) & used[:, None]
+    maximum = jnp.where(mine[..., None, None, None], part.maximum[:, None], MASKED / 2).max(0)
+    maximum = jnp.maximum(near.maximum, maximum)
     old = jnp.exp(near.maximum - maximum)
-    new = jnp.exp(part.maximum[:, None] - maximum[None])
-    total = near.total * old + jnp.where(mine, part.total[:, None] * new, 0).sum(0)
-    out = near.out * old + jnp.where(mine, part.out[:, None] * new, 0).sum(0)
-    merged = Partial(maximum, total, out)
+    new = jnp.exp(part.maximum - maximum.at[owner - first].get(mode="clip"))
+
+    def add(total, parts):
+        # Items that are not used may have read trash.
+        parts = jnp.where(used[:, None, None, None], parts * new, 0)
+        return total * old + jnp.einsum("ir,ikgd->rkgd", mine.astype(jnp.float32), parts, precision="highest")
+
+    merged = Partial(maximum, add(near.total, part.total), add(near.out, part.out))
     return jax.tree.map(lambda all, some: lax.dynamic_update_slice_in_dim(all, some, first, 0), done, merged)

@@ -102,13 +102,16 @@ def attend_block(
     pool: Pool,
 ) -> Partial:
     """Attend scaled queries to the slots of pages; `visible` broadcasts over [n, kv_heads, queries, slots]."""
-    k, v = pool.read(pool.keys, ids), pool.read(pool.values, ids)
-    logits = jnp.einsum("nkqd,nksd->nkqs", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-    logits = jnp.where(visible, pool.cap(logits), MASKED)
+    k = pool.read(pool.keys, ids).astype(q.dtype)
+    logits = jnp.einsum("nkqd,nksd->nkqs", q, k, preferred_element_type=jnp.float32)
+    # The barriers: values are gathered while one core is busy with the softmax, and the mask is computed once.
+    ids, logits = lax.optimization_barrier((ids, logits))
+    v = pool.read(pool.values, ids).astype(q.dtype)
+    logits = jnp.where(lax.optimization_barrier(visible), pool.cap(logits), MASKED)
     # Never near MASKED itself, so that the weights of a block without visible slots are exp(-huge) = 0.
     maximum = jnp.maximum(logits.max(-1, keepdims=True), MASKED / 2)
     weights = jnp.exp(logits - maximum)
-    out = jnp.einsum("nkqs,nksd->nkqd", weights, v.astype(q.dtype), preferred_element_type=jnp.float32)
+    out = jnp.einsum("nkqs,nksd->nkqd", weights, v, preferred_element_type=jnp.float32)
     return Partial(maximum, weights.sum(-1, keepdims=True), out)
 
 
