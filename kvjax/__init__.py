@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.generation import Streamed as Streamed
     from kvjax.generation import generate as generate
     from kvjax.generation import stream as stream
+    from kvjax.implementations import explain as explain
     from kvjax.invariants import CacheError as CacheError
     from kvjax.invariants import check as check
     from kvjax.models.loading import LanguageModel as LanguageModel
@@ -51,6 +52,7 @@ _LAZY = {
     "Streamed": "kvjax.generation",
     "generate": "kvjax.generation",
     "stream": "kvjax.generation",
+    "explain": "kvjax.implementations",
     "CacheError": "kvjax.invariants",
     "check": "kvjax.invariants",
     "LanguageModel": "kvjax.models.loading",

@@ -12,13 +12,12 @@ from jaxtyping import Array, Float, Int32
 from kvjax import rotary as rotary_embedding
 from kvjax.cache import POSITION_END, Cache, Status, raise_status
 from kvjax.errors import InputError
-from kvjax.kernels.paged_attention import Queries, Rows, reference, xla
+from kvjax.implementations import choose
+from kvjax.kernels.paged_attention import Queries, Rows, reference
 from kvjax.kernels.write_pages import write_pages
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
 from kvjax.step import Step
-
-IMPLEMENTATIONS = ("reference", "xla")
 
 
 def attend(
@@ -48,13 +47,16 @@ def attend(
         scale: factor of the logits, `head_dim ** -0.5` by default.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sink_logits: a learned logit for each head that takes part in its softmax without a value.
-        implementation: "reference" (float64 on the host), "xla", or None for the best of the platform.
+        implementation: "hopper" (NVIDIA H100 and H200), "xla", "reference" (float64 on the host), or None for the
+            first of these that can serve the call (see `kvjax.explain`).
 
     Returns: outputs in the dtype of `q`, zeros for padded tokens; and the cache.
 
-    Raises: InputError for shapes that do not fit the cache, or an unknown implementation.
+    Raises: InputError for shapes that do not fit the cache, or an unknown implementation; NotImplementedError for an
+        implementation that cannot serve the call.
     """
     _check_shapes(cache.spec, step, q, k, v)
+    chosen = choose(cache.spec, q.shape[1], str(q.dtype), implementation)
     if rotary is not None:
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
@@ -65,20 +67,16 @@ def attend(
     options = dict(scale=q.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap)
     pool = (cache.keys, cache.values, cache.positions)
     arguments = (q, *pool, rows, queries)
-    if _chosen(implementation) == "reference":
+    if chosen == "reference":
         return _on_host(arguments, window, sink_logits, options), cache
-    out = xla.paged_attention(
+    if chosen == "hopper":
+        from kvjax.kernels.paged_attention import hopper as kernel
+    else:
+        from kvjax.kernels.paged_attention import xla as kernel
+    out = kernel.paged_attention(
         *arguments, window=window, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
     )
     return out, cache
-
-
-def _chosen(implementation: str | None) -> str:
-    if implementation is None:
-        return "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise InputError(f"implementation {implementation!r} is unknown: use one of {', '.join(IMPLEMENTATIONS)}")
-    return implementation
 
 
 def _check_shapes(spec: CacheSpec, step: Step, q, k, v) -> None:

@@ -31,6 +31,7 @@ FLOORS = {
     "kvjax.step": 1,
     "kvjax.placement": 1,
     "kvjax.attention": 2,
+    "kvjax.implementations": 2,
     "kvjax.policies": 2,
     "kvjax.generation": 3,
     "kvjax.batch": 3,

@@ -109,10 +109,14 @@ def _add(done: Partial, part: Partial, owner: Int32[Array, " items"], used: Bool
     old = jnp.exp(near.maximum - maximum)
     new = jnp.exp(part.maximum - maximum.at[owner - first].get(mode="clip"))
 
-    def add(total, parts):
-        # Items that are not used may have read trash.
-        parts = jnp.where(used[:, None, None, None], parts * new, 0)
-        return total * old + jnp.einsum("ir,ikgd->rkgd", mine.astype(jnp.float32), parts, precision="highest")
+    # A product with 0 would carry a NaN of one row into the others.
+    bad = ~(jnp.isfinite(part.total) & jnp.isfinite(part.out).all(-1, keepdims=True))
+    bad_row = (mine[..., None, None, None] & bad[:, None]).any(0)
+
+    def add(sums, parts):
+        parts = jnp.where(used[:, None, None, None] & ~bad, parts * new, 0)
+        joined = sums * old + jnp.einsum("ir,ikgd->rkgd", mine.astype(jnp.float32), parts, precision="highest")
+        return jnp.where(bad_row, jnp.nan, joined)
 
     merged = Partial(maximum, add(near.total, part.total), add(near.out, part.out))
     return jax.tree.map(lambda all, some: lax.dynamic_update_slice_in_dim(all, some, first, 0), done, merged)

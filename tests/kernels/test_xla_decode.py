@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.kernels.paged_attention import Queries, Rows, reference, xla
 
@@ -36,3 +37,21 @@ def test_rows_without_blocks_of_a_size_may_lie_between_others():
     )
     expected = reference.paged_attention(q, *pool, rows, queries, window=window, scale=0.5)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_a_sequence_that_overflowed_spoils_no_other(bad, where):
+    rng = np.random.default_rng(0)
+    pool = {name: rng.normal(size=(5, 1, PAGE_SIZE, 8)).astype(np.float32) for name in ("keys", "values")}
+    pool[where][2, 0, 7] = bad
+    positions = jnp.asarray(np.tile(np.arange(PAGE_SIZE), (5, 1)), jnp.int32).at[0].set(-1)
+    zeros = jnp.zeros(4, jnp.int32)
+    rows = Rows(jnp.arange(1, 5, dtype=jnp.int32).reshape(1, 4, 1), zeros[None], zeros[None] + PAGE_SIZE, jnp.int32(1))
+    queries = Queries(jnp.arange(4, dtype=jnp.int32), zeros + 1, zeros + PAGE_SIZE - 1, zeros)
+    arguments = (jnp.asarray(rng.normal(size=(4, 2, 8)), jnp.float32), *map(jnp.asarray, pool.values()), positions)
+    options = dict(window=jnp.int32(2**31 - 1), scale=0.5)
+    out = np.array(xla.paged_attention(*arguments, rows, queries, max_query_length=1, **options))
+    expected = reference.paged_attention(*arguments, rows, queries, **options)
+    assert not np.isfinite(out[1]).all()
+    np.testing.assert_allclose(out[[0, 2, 3]], expected[[0, 2, 3]], atol=1e-5)

@@ -1,0 +1,72 @@
+"""Which implementation of paged attention serves a call, and why."""
+
+from __future__ import annotations
+
+import jax
+
+from kvjax.errors import InputError
+from kvjax.spec import CacheSpec
+
+IMPLEMENTATIONS = ("hopper", "xla", "reference")  # in the order in which they are tried
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+def choose(spec: CacheSpec, query_heads: int, dtype: str, implementation: str | None) -> str:
+    """Return the implementation of a call: the one that is named, or the first that can serve it.
+
+    Args:
+        spec: of the cache.
+        query_heads: heads of the queries.
+        dtype: of the queries.
+        implementation: a name, or None.
+
+    Raises: InputError for an unknown name, NotImplementedError with the reason for one that cannot serve the call.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise InputError(f"implementation {implementation!r} is unknown: use one of {', '.join(IMPLEMENTATIONS)}")
+    device = _device()
+    if implementation is not None:
+        reason = _refusal(implementation, spec, query_heads, dtype, device)
+        if reason is not None:
+            raise NotImplementedError(f"implementation {implementation!r} cannot serve this call: {reason}")
+        return implementation
+    return next(name for name in IMPLEMENTATIONS if _refusal(name, spec, query_heads, dtype, device) is None)
+
+
+def explain(spec: CacheSpec, query_heads: int, platform: str | None = None) -> list[tuple[str, str]]:
+    """Tell which implementation `attend` runs, and why.
+
+    Args:
+        spec: of the cache; the queries are taken to have the dtype of its pages.
+        query_heads: heads of the queries.
+        platform: a device kind or platform such as "H200" or "cpu"; this machine's by default.
+
+    Returns: (implementation, reason) in the order in which they are tried. The first whose reason begins with "runs" is
+        the one that does; those behind it would serve the call too where theirs does.
+
+    Raises: InputError if query_heads is no multiple of the cache's KV heads.
+    """
+    if query_heads < 1 or query_heads % spec.num_kv_heads:
+        raise InputError(f"query_heads {query_heads} is no multiple of the cache's {spec.num_kv_heads} KV heads")
+    device = platform or _device()
+    refusals = ((name, _refusal(name, spec, query_heads, spec.format, device)) for name in IMPLEMENTATIONS)
+    return [(name, f"runs on {device}" if reason is None else reason) for name, reason in refusals]
+
+
+def _device() -> str:
+    """The kind of device that programs are compiled for: that of the mesh in use, else of this machine."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def _refusal(implementation: str, spec: CacheSpec, query_heads: int, dtype: str, device: str) -> str | None:
+    if implementation != "hopper":
+        return None
+    if not any(name in device.upper().replace("-", " ").split() for name in _HOPPER):
+        return f"{device} is no Hopper GPU ({', '.join(_HOPPER)})"
+    from kvjax.kernels.paged_attention import hopper
+
+    return hopper.refuses(
+        head_dim=spec.head_dim, page_size=spec.page_size, dtype=dtype, pool_dtype=spec.format,
+        heads_per_kv_head=query_heads // spec.num_kv_heads,
+    )  # fmt: skip
