@@ -26,10 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.kernels.paged_attention.arguments import Rows
-from kvjax.kernels.paged_attention.tiles import LOG2E, Tiles, Work
+from kvjax.kernels.paged_attention.hopper_block import EMPTY, ROWS, Scratch, attend_block, tile_columns, zero_empty
+from kvjax.kernels.paged_attention.tiles import Tiles, Work
 
-ROWS = 64  # of one warpgroup's product
-_EMPTY = -1e30
 _OUT_COLUMNS = 128  # written at a time, which bounds the shared memory for it
 
 
@@ -82,7 +81,7 @@ def attend_tiles(
     """
     kernel = _Kernel(shape, keys.shape[2], keys.shape[1], q.shape[3], scale, soft_cap, interpret is not None)
     num_tiles, kv_heads, parts, num_rows, head_dim = q.shape
-    columns = _tile_columns(head_dim)
+    columns = tile_columns(head_dim)
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
     outs = (kv_heads, num_tiles + shape.workers - 1, shape.consumers)
     barriers = [
@@ -157,6 +156,7 @@ class _Kernel:
         self, q, limits, keys, values, positions, table, ring, sequence, end_slot, first_piece, end_piece, begin_block,
         end_block, per_worker, first_tile, end_tile, out, stats, *scratch,
     ):  # fmt: skip
+        at = Scratch(*scratch)
         worker, head = lax.axis_index("worker"), lax.axis_index("head")
         group, head_in_group = lax.div(head, jnp.int32(self.heads_per_group)), lax.rem(head, self.heads_per_group)
         begin = worker * per_worker[group]
@@ -187,8 +187,8 @@ class _Kernel:
 
         @pl.when(warpgroup == self.shape.consumers)
         def _():
-            steps = for_each_fragment(self._produce((q.at[:, head], limits), (*pool, positions), page_of, scratch))
-            self._drain(steps, scratch)
+            steps = for_each_fragment(self._produce((q.at[:, head], limits), (*pool, positions), page_of, at))
+            self._drain(steps, at)
 
         @pl.when(warpgroup < self.shape.consumers)
         def _():
@@ -196,166 +196,99 @@ class _Kernel:
                 return (first_piece[group, tile] + (block + 1) * self.pieces) * self.piece > end_slot[group, tile]
 
             fragment = (out.at[head], stats.at[head], worker)
-            for_each_fragment(self._consume(warpgroup, fragment, empty_behind, scratch))
+            for_each_fragment(self._consume(warpgroup, fragment, empty_behind, at))
 
     def _slot(self, step):
         return lax.rem(step, jnp.int32(self.shape.stages))
 
-    def _produce(self, queries, pool, page_of, scratch):
-        q_smem, limits_smem, k_smem, v_smem, position_smem, _, _, q_full, q_free, _, *of_blocks = scratch
-        k_full, k_free, v_full, v_free = of_blocks
+    def _produce(self, queries, pool, page_of, at):
         (q, limits), (keys, values, positions) = queries, pool
 
         def fragment(tile, first, count, before):
-            pl.when(before > 0)(lambda: plgpu.barrier_wait(q_free))
-            for part in range(q_smem.shape[0]):
-                plgpu.copy_gmem_to_smem(q.at[tile, part], q_smem.at[part, pl.ds(0, self.rows)], q_full)
-            plgpu.copy_gmem_to_smem(limits.at[tile], limits_smem, q_full)
+            pl.when(before > 0)(lambda: plgpu.barrier_wait(at.q_free))
+            for part in range(at.queries.shape[0]):
+                plgpu.copy_gmem_to_smem(q.at[tile, part], at.queries.at[part, pl.ds(0, self.rows)], at.q_full)
+            plgpu.copy_gmem_to_smem(limits.at[tile], at.limits, at.q_full)
 
             def fetch(i, _):
                 step = before + i
                 slot = self._slot(step)
                 is_reused = step >= self.shape.stages
                 pages = [page_of(tile, first + i, j) for j in range(self.pieces)]
-                pl.when(is_reused)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-                for j, (page, at) in enumerate(pages):
-                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(at, self.piece)
-                    plgpu.copy_gmem_to_smem(positions.at[page, there], position_smem.at[slot, here], k_full.at[slot])
-                    plgpu.copy_gmem_to_smem(keys.at[page, there], k_smem.at[slot, here], k_full.at[slot])
-                pl.when(is_reused)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                for j, (page, at) in enumerate(pages):
-                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(at, self.piece)
-                    plgpu.copy_gmem_to_smem(values.at[page, there], v_smem.at[slot, here], v_full.at[slot])
+                pl.when(is_reused)(lambda: plgpu.barrier_wait(at.k_free.at[slot]))
+                for j, (page, begin) in enumerate(pages):
+                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(begin, self.piece)
+                    plgpu.copy_gmem_to_smem(positions.at[page, there], at.positions.at[slot, here], at.k_full.at[slot])
+                    plgpu.copy_gmem_to_smem(keys.at[page, there], at.keys.at[slot, here], at.k_full.at[slot])
+                pl.when(is_reused)(lambda: plgpu.barrier_wait(at.v_free.at[slot]))
+                for j, (page, begin) in enumerate(pages):
+                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(begin, self.piece)
+                    plgpu.copy_gmem_to_smem(values.at[page, there], at.values.at[slot, here], at.v_full.at[slot])
 
             lax.fori_loop(0, count, fetch, None)
 
         return fragment
 
-    def _drain(self, steps, scratch):
+    def _drain(self, steps, at):
         """Wait for what nobody else waits for, so that no barrier ends with a phase unseen."""
-        q_free, k_free, v_free = scratch[8], scratch[11], scratch[13]
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(q_free))
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(at.q_free))
         for slot in range(self.shape.stages):
 
             @pl.when(steps > slot)
             def _(slot=slot):
-                plgpu.barrier_wait(k_free.at[slot])
-                plgpu.barrier_wait(v_free.at[slot])
+                plgpu.barrier_wait(at.k_free.at[slot])
+                plgpu.barrier_wait(at.v_free.at[slot])
 
-    def _consume(self, me, fragment_refs, empty_behind, scratch):
-        q_smem, limits_smem, _, _, _, out_smem, stats_smem, q_full, q_free, *_ = scratch
+    def _consume(self, me, fragment_refs, empty_behind, at):
         out, stats, worker = fragment_refs
         part = me if self.shape.shares_blocks else 0
         stride = jnp.int32(1 if self.shape.shares_blocks else self.shape.consumers)
         of_rows = plgpu.Layout.WGMMA.reduce(1)
-        head_dim = q_smem.shape[-1]
+        head_dim = at.queries.shape[-1]
 
         def fragment(tile, first, count, before):
-            plgpu.barrier_wait(q_full)
-            limit = [plgpu.load(limits_smem.at[part, i], layout=of_rows) for i in range(2)]
+            plgpu.barrier_wait(at.q_full)
+            limit = [plgpu.load(at.limits.at[part, i], layout=of_rows) for i in range(2)]
             # By steps, not by blocks, so that a buffer always has the same reader: waits count a barrier's phases.
             begin = 0 if self.shape.shares_blocks else lax.rem(me + stride - lax.rem(before, stride), stride)
 
             def attend(i, carry):
                 block = begin + i * stride
-                is_end = empty_behind(tile, first + block)
-                return self._attend(me, self._slot(before + block), q_smem.at[part], limit, is_end, carry, scratch)
+                slot, is_end = self._slot(before + block), empty_behind(tile, first + block)
+                zero = lambda: pl.when(is_end)(lambda: self._zero_empty(me, slot, at))  # noqa: E731
+                return attend_block(at, slot, part, limit, carry, zero, self.scale, self.soft_cap, self.is_interpreted)
 
             start = (
                 plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-                plgpu.layout_cast(jnp.full((ROWS,), _EMPTY / 2, jnp.float32), of_rows),
+                plgpu.layout_cast(jnp.full((ROWS,), EMPTY / 2, jnp.float32), of_rows),
                 plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_rows),
             )
             mine = lax.div(count - begin + stride - 1, stride)
             acc, maximum, total = lax.fori_loop(0, mine, attend, start)
-            stats_smem[me, 0] = maximum
-            stats_smem[me, 1] = total
+            at.stats[me, 0] = maximum
+            at.stats[me, 1] = total
             plgpu.commit_smem()
-            plgpu.barrier_arrive(q_free)
-            plgpu.copy_smem_to_gmem(stats_smem.at[me], stats.at[tile + worker, me])
+            plgpu.barrier_arrive(at.q_free)
+            plgpu.copy_smem_to_gmem(at.stats.at[me], stats.at[tile + worker, me])
             for column in range(0, head_dim, _OUT_COLUMNS):
                 columns = slice(column, min(column + _OUT_COLUMNS, head_dim))
-                out_smem[me] = acc[:, columns]
+                at.out[me] = acc[:, columns]
                 plgpu.commit_smem()
-                there = out.at[tile + worker, me, :, pl.ds(column, out_smem.shape[-1])]
-                plgpu.copy_smem_to_gmem(out_smem.at[me, pl.ds(0, self.rows)], there)
+                there = out.at[tile + worker, me, :, pl.ds(column, at.out.shape[-1])]
+                plgpu.copy_smem_to_gmem(at.out.at[me, pl.ds(0, self.rows)], there)
                 plgpu.wait_smem_to_gmem(0)
 
         return fragment
 
-    def _attend(self, me, slot, q, limit, is_end, carry, scratch):
-        """Attend to one block in shared memory."""
-        _, _, k_smem, v_smem, position_smem, _, _, _, _, zeroed, k_full, k_free, v_full, v_free = scratch
-        acc, maximum, total = carry
-        plgpu.barrier_wait(k_full.at[slot])
-        logits = _product(q, k_smem.at[slot].T, (ROWS, self.shape.block))
-        position = plgpu.load(position_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-        position = lax.broadcast_in_dim(position, logits.shape, [1])
-        earliest, latest = (lax.broadcast_in_dim(of_row, logits.shape, [0]) for of_row in limit)
-        visible = (position >= earliest) & (position <= latest)
-        if self.soft_cap is None:
-            logits = logits * (self.scale * LOG2E)
-        else:
-            logits = jnp.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2E)
-        logits = jnp.where(visible, logits, _EMPTY)
-        new = jnp.maximum(jnp.maximum(maximum, logits.max(axis=1)), _EMPTY / 2)
-        shrink = jnp.exp2(maximum - new)
-        weights = jnp.exp2(logits - lax.broadcast_in_dim(new, logits.shape, [0]))
-        total = total * shrink + weights.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        plgpu.barrier_wait(v_full.at[slot])
+    def _zero_empty(self, me, slot, at):
+        """Zero the values of empty slots: those behind the last token may hold NaN, and 0 x NaN is NaN."""
+        if self.readers == 1:
+            zero_empty(at.values.at[slot], at.positions.at[slot])
+            return
 
-        @pl.when(is_end)
+        @pl.when(me == 0)
         def _():
-            # Slots behind the last token may hold NaN, and 0 x NaN is NaN.
-            if self.readers == 1:
-                _zero_empty(v_smem.at[slot], position_smem.at[slot])
-                return
+            zero_empty(at.values.at[slot], at.positions.at[slot])
+            plgpu.barrier_arrive(at.zeroed)
 
-            @pl.when(me == 0)
-            def _():
-                _zero_empty(v_smem.at[slot], position_smem.at[slot])
-                plgpu.barrier_arrive(zeroed)
-
-            pl.when(me != 0)(lambda: plgpu.barrier_wait(zeroed))
-
-        # The fence orders the reads of positions before the copy that overwrites them.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(k_free.at[slot])
-        acc = _add_product(acc, weights.astype(v_smem.dtype), v_smem.at[slot], self.is_interpreted)
-        plgpu.barrier_arrive(v_free.at[slot])
-        return acc, new, total
-
-
-def _product(a, b, shape):
-    def product(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-
-
-def _add_product(acc, a, b, is_interpreted: bool):
-    """acc + a @ b with `a` in registers, for which the interpreter has no rule."""
-    if is_interpreted:
-        acc = acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # this product reads like a thread, not like a tensor core
-        return acc
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-
-
-def _zero_empty(values, positions) -> None:
-    """Zero the rows of empty slots in shared memory."""
-    position = plgpu.load(positions, layout=plgpu.Layout.WGMMA.reduce(1))
-    width = _tile_columns(values.shape[1])
-    for column in range(0, values.shape[1], width):  # a part at a time, as the accumulator holds most registers
-        part = values.at[:, pl.ds(column, width)]
-        matrix = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        used = lax.broadcast_in_dim(position >= 0, matrix.shape, [0])
-        part[...] = jnp.where(used, matrix, jnp.zeros_like(matrix))
-    plgpu.commit_smem()
-
-
-def _tile_columns(head_dim: int) -> int:
-    """Columns of a swizzled tile in shared memory."""
-    return 64 if head_dim % 64 == 0 else 32
+        pl.when(me != 0)(lambda: plgpu.barrier_wait(at.zeroed))

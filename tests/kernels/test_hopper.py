@@ -14,7 +14,7 @@ from helpers.paged import NO_WINDOW, Paged
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels.paged_attention import hopper, hopper_kernel, tiles
+from kvjax.kernels.paged_attention import hopper, hopper_block, hopper_kernel, tiles
 
 SIZE = 8
 EDGES = [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 150]
@@ -149,23 +149,23 @@ def test_pages_of_another_dtype_are_refused():
 
 # Faults planted in the source: (module, what stands there, the fault). Every one must fail a case above.
 SOURCE_FAULTS = {
-    "missing wait for keys": (hopper_kernel, "plgpu.barrier_wait(k_full.at[slot])\n", "pass\n"),
-    "missing wait for values": (hopper_kernel, "plgpu.barrier_wait(v_full.at[slot])\n", "pass\n"),
+    "missing wait for keys": (hopper_block, "plgpu.barrier_wait(at.k_full.at[slot])\n", "pass\n"),
+    "missing wait for values": (hopper_block, "plgpu.barrier_wait(at.v_full.at[slot])\n", "pass\n"),
     "missing wait for a free buffer": (
-        hopper_kernel, "pl.when(is_reused)(lambda: plgpu.barrier_wait(k_free.at[slot]))", "pass"
+        hopper_kernel, "pl.when(is_reused)(lambda: plgpu.barrier_wait(at.k_free.at[slot]))", "pass"
     ),
-    "missing wait for the query": (hopper_kernel, "plgpu.barrier_wait(q_full)\n", "pass\n"),
+    "missing wait for the query": (hopper_kernel, "plgpu.barrier_wait(at.q_full)\n", "pass\n"),
     "missing commit of the result": (
-        hopper_kernel, "out_smem[me] = acc[:, columns]\n                plgpu.commit_smem()",
-        "out_smem[me] = acc[:, columns]",
+        hopper_kernel, "at.out[me] = acc[:, columns]\n                plgpu.commit_smem()",
+        "at.out[me] = acc[:, columns]",
     ),
-    "values of empty slots not zeroed": (hopper_kernel, "position >= 0, matrix.shape", "position >= -1, matrix.shape"),
-    "unmasked tail": (hopper_kernel, "visible = (position >= earliest) &", "visible ="),
+    "values of empty slots not zeroed": (hopper_block, "position >= 0, matrix.shape", "position >= -1, matrix.shape"),
+    "unmasked tail": (hopper_block, "visible = (position >= earliest) &", "visible ="),
     "stale page id": (hopper_kernel, "page_of(tile, first + i, j)", "page_of(tile, first, j)"),
     "swapped pages": (hopper_kernel, "values.at[page, there]", "values.at[pages[-1 - j][0], there]"),
-    "dropped scale": (hopper_kernel, "logits * (self.scale * LOG2E)", "logits * LOG2E"),
+    "dropped scale": (hopper_block, "logits * (scale * LOG2E)", "logits * LOG2E"),
     "wrong head map": (hopper_kernel, "q.at[:, head]", "q.at[:, 0]"),
-    "old total not shrunk": (hopper_kernel, "total * shrink + weights", "total + weights"),
+    "old total not shrunk": (hopper_block, "total * shrink + weights", "total + weights"),
     "window + 1": (tiles, "latest - window + 1", "latest - window"),
     "window - 1": (tiles, "latest - window + 1", "latest - window + 2"),
     "one piece too few": (tiles, "end_piece = -(-(first_slot + tiles.tokens[None]) // piece)",
@@ -208,7 +208,7 @@ def _with_fault(module, old: str, new: str):
     source = Path(module.__file__).read_text()
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
     copies = {}
-    for original in (tiles, hopper_kernel, hopper):
+    for original in (tiles, hopper_block, hopper_kernel, hopper):
         text = Path(original.__file__).read_text()
         text = text.replace(old, new) if original is module else text
         copy = types.ModuleType(original.__name__)
