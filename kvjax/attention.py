@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32, Integer
 
 from kvjax import rotary as rotary_embedding
+from kvjax.arguments import floats, integers
 from kvjax.cache import POSITION_END, Cache, Status, raise_status
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import choose
 from kvjax.kernels.paged_attention import Queries, Rows, reference
 from kvjax.kernels.write_pages import write_pages
@@ -23,15 +28,15 @@ from kvjax.step import Step
 def attend(
     cache: Cache,
     step: Step,
-    layer: int | Int32[Array, ""],
-    q: Float[Array, "tokens heads head_dim"],
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    layer: int | np.integer | Integer[Array, ""],
+    q: Float[ArrayLike, "tokens heads head_dim"],
+    k: Float[ArrayLike, "tokens kv_heads head_dim"],
+    v: Float[ArrayLike, "tokens kv_heads head_dim"],
     *,
     rotary: Rotary | None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    sink_logits: Float[Array, " heads"] | None = None,
+    sink_logits: Float[ArrayLike, " heads"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Cache]:
     """Write keys and values of one layer and attend the queries to all that is visible of their sequences.
@@ -41,21 +46,25 @@ def attend(
     Args:
         cache: the cache, after `begin_step`.
         step: as `begin_step` returned it.
-        layer: the layer, which may be traced.
+        layer: the layer. It may be traced; then nobody can check that the cache has it.
         q, k, v: packed tokens, not rotated.
         rotary: the rotary embedding of queries and keys, or None if the model encodes positions elsewhere.
-        scale: factor of the logits, `head_dim ** -0.5` by default.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        scale: factor of the logits, finite, `head_dim ** -0.5` by default.
+        soft_cap: above 0; logits become `soft_cap * tanh(logits / soft_cap)`.
         sink_logits: a learned logit for each head that takes part in its softmax without a value.
         implementation: "hopper" (NVIDIA H100 and H200), "xla", "reference" (float64 on the host), or None for the
             first of these that can serve the call (see `kvjax.explain`).
 
     Returns: outputs in the dtype of `q`, zeros for padded tokens; and the cache.
 
-    Raises: InputError for shapes that do not fit the cache, or an unknown implementation; NotImplementedError for an
-        implementation that cannot serve the call.
+    Raises: InputError for arguments of the wrong shape or kind, a layer the cache does not have, or an unknown
+        implementation; NotImplementedError for an implementation that cannot serve the call.
     """
-    _check_shapes(cache.spec, step, q, k, v)
+    layer = _known_layer(cache.spec, layer)
+    q, k, v = _tokens(cache.spec, step, q, k, v)
+    sink_logits = None if sink_logits is None else floats("sink_logits", sink_logits, (q.shape[1],))
+    scale = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
+    soft_cap = None if soft_cap is None else _finite("soft_cap", soft_cap, above=0)
     chosen = choose(cache.spec, q.shape[1], str(q.dtype), implementation)
     if rotary is not None:
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
@@ -64,7 +73,7 @@ def attend(
     cache = _write(cache, step, layer, k, v)
     rows, window = _rows_of_layer(cache, step, layer)
     queries = Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
-    options = dict(scale=q.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap)
+    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap)
     pool = (cache.keys, cache.values, cache.positions)
     arguments = (q, *pool, rows, queries)
     if chosen == "reference":
@@ -79,17 +88,30 @@ def attend(
     return out, cache
 
 
-def _check_shapes(spec: CacheSpec, step: Step, q, k, v) -> None:
-    tokens = step.sequence.shape[0]
-    if k.shape != (tokens, spec.num_kv_heads, spec.head_dim) or v.shape != k.shape:
-        raise InputError(
-            f"keys {k.shape} and values {v.shape} do not fit the step and the cache: "
-            f"both must be ({tokens}, {spec.num_kv_heads}, {spec.head_dim})"
-        )
-    if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != spec.head_dim or q.shape[1] % spec.num_kv_heads:
-        raise InputError(
-            f"queries {q.shape} do not fit: give ({tokens}, a multiple of {spec.num_kv_heads}, {spec.head_dim})"
-        )
+def _known_layer(spec: CacheSpec, layer) -> int | Array:
+    if isinstance(layer, Tracer):
+        return integers("layer", layer, ())
+    return whole_number("layer", layer, 0, spec.num_layers - 1)
+
+
+def _tokens(spec: CacheSpec, step: Step, q, k, v) -> tuple[Array, Array, Array]:
+    count = step.sequence.shape[0]
+    k, v = (floats(name, new, (count, spec.num_kv_heads, spec.head_dim)) for name, new in (("k", k), ("v", v)))
+    q = floats("q", q, (count, "heads", spec.head_dim))
+    if q.shape[1] == 0 or q.shape[1] % spec.num_kv_heads:
+        raise InputError(f"q has {q.shape[1]} heads: give a multiple of the cache's {spec.num_kv_heads} KV heads")
+    return q, k, v
+
+
+def _finite(name: str, value, above: float = -math.inf) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not above < number < math.inf:
+        limit = "" if above == -math.inf else f" above {above}"
+        raise InputError(f"{name} is {shown(value)}: give a finite number{limit}, known when the step is traced")
+    return number
 
 
 def _write(cache: Cache, step: Step, layer, k, v) -> Cache:

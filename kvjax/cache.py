@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32, Integer
 
 from kvjax import sizes
-from kvjax.errors import InputError
+from kvjax.arguments import array
+from kvjax.errors import InputError, shown
 from kvjax.kernels.pytree import pytree
 from kvjax.pages import Allocator, init_allocator
 from kvjax.spec import CacheSpec
@@ -29,16 +32,19 @@ class Status(enum.IntFlag):
     TRUNCATE_REFUSED = 16
     BAD_LENGTHS = 32
     BROKEN_INVARIANT = 64
+    BAD_SEQUENCE = 128
 
 
 STATUS_MEANING = {
     Status.OUT_OF_PAGES: "the last step did not fit the pool or a page table: release sequences or raise num_pages",
-    Status.DOUBLE_FREE: "a page was dropped or retained that nobody held: the call changed nothing",
+    Status.DOUBLE_FREE: "a page was dropped or retained that nobody held or the pool lacks: the call changed nothing",
     Status.POSITION_LIMIT: f"a sequence reached position {POSITION_END}: release it and start again",
     Status.NONFINITE_INPUT: "keys or values with inf or NaN were written",
-    Status.TRUNCATE_REFUSED: "truncate asked for tokens a window has passed (raise rollback): it changed nothing",
+    Status.TRUNCATE_REFUSED: "truncate changed nothing: a window has passed the tokens (raise rollback), a length is "
+    "negative, a sequence out of range or repeated, or no page is free for a copy",
     Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together",
     Status.BROKEN_INVARIANT: "the allocator's invariants do not hold: this is a fault of kvjax, please report it",
+    Status.BAD_SEQUENCE: "release named a sequence out of range: it changed nothing",
 }
 
 
@@ -91,14 +97,14 @@ class Cache:
         return self.spec.num_pages - 1 - self.allocator.num_free
 
 
-def init_cache(spec: CacheSpec, *, start_positions: Int32[Array, " seqs"] | None = None) -> Cache:
+def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] | Sequence[int] | None = None) -> Cache:
     """Build an empty cache.
 
     Args:
         spec: the static description.
         start_positions: position of the first token of each sequence, 0 by default.
 
-    Raises: InputError for start positions of the wrong shape, or negative ones.
+    Raises: InputError for start positions that are negative, too large, traced, no integers or of the wrong shape.
     """
     shapes = sizes.cache_shapes(spec)
     start = _start_positions(spec, start_positions)
@@ -115,11 +121,13 @@ def init_cache(spec: CacheSpec, *, start_positions: Int32[Array, " seqs"] | None
 def _start_positions(spec: CacheSpec, start_positions) -> Int32[Array, " seqs"]:
     if start_positions is None:
         return jnp.zeros(spec.max_seqs, jnp.int32)
-    start = np.asarray(start_positions)
-    if start.shape != (spec.max_seqs,) or start.min() < 0 or start.max() >= POSITION_END:
-        raise InputError(
-            f"start_positions {start.tolist()} must be {spec.max_seqs} positions from 0 to {POSITION_END - 1}"
-        )
+    allowed = f"must be {spec.max_seqs} positions from 0 to {POSITION_END - 1}"
+    try:
+        start = np.asarray(array("start_positions", start_positions, (spec.max_seqs,)))
+    except (InputError, TypeError):
+        raise InputError(f"start_positions {shown(start_positions)} {allowed}, none of them traced") from None
+    if start.min() < 0 or start.max() >= POSITION_END:
+        raise InputError(f"start_positions {shown(start.tolist())} {allowed}")
     return jnp.array(start, jnp.int32)
 
 

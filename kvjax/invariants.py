@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from kvjax.cache import EMPTY_SPAN, STATUS_MEANING, Cache, Status
+from kvjax.errors import whole_number
 from kvjax.spec import CacheSpec
 
 
@@ -41,13 +42,15 @@ def check(cache: Cache, *, held: dict[int, int] | None = None) -> None:
         held: references that the host holds by page id (from `retain` and indexed full pages); if given, reference
             counts must be exact, else they must be at least what the tables name.
 
-    Raises: CacheError with what `status` says or the invariant that does not hold.
+    Raises: CacheError with what `status` says or the invariant that does not hold; InputError for references of pages
+        that the pool does not have.
     """
+    references = None if held is None else _references(cache.spec, held)
     status = Status(int(cache.status))
     if status:
         raise CacheError("; ".join(f"{bit.name}: {STATUS_MEANING[bit]}" for bit in status))
     spec = cache.spec
-    _check_allocator(cache, held)
+    _check_allocator(cache, references)
     next_slot, first, table = (np.asarray(a) for a in (cache.next_slot, cache.first, cache.page_table))
     positions, span = np.asarray(cache.positions), np.asarray(cache.page_span)
     start, next_position = np.asarray(cache.start_position), np.asarray(cache.next_position)
@@ -77,7 +80,16 @@ def _expected_row(spec: CacheSpec, layer: int, first: int, next_slot: int) -> li
     return row
 
 
-def _check_allocator(cache: Cache, held: dict[int, int] | None) -> None:
+def _references(spec: CacheSpec, held: dict[int, int]) -> np.ndarray:
+    """How many references the host holds of every page."""
+    references = np.zeros(spec.num_pages, np.int64)
+    for page, count in held.items():
+        page = whole_number("a page of held", page, 1, spec.num_pages - 1)
+        references[page] = whole_number(f"held[{page}]", count, 0)
+    return references
+
+
+def _check_allocator(cache: Cache, references: np.ndarray | None) -> None:
     spec = cache.spec
     free = np.asarray(cache.allocator.free_pages)[: int(cache.allocator.num_free)]
     refcounts, table = np.asarray(cache.allocator.refcounts), np.asarray(cache.page_table)
@@ -88,9 +100,7 @@ def _check_allocator(cache: Cache, held: dict[int, int] | None) -> None:
     _require(np.array_equal(np.sort(free), expected_free), "free and used pages partition the pool")
     named = np.bincount(table.reshape(-1), minlength=spec.num_pages)
     named[0] = 0
-    for page, count in (held or {}).items():
-        named[page] += count
-    exact = (named == refcounts) if held is not None else (named <= refcounts)
+    exact = (named <= refcounts) if references is None else (named + references == refcounts)
     _require(exact.all(), f"reference counts are exact (pages {np.flatnonzero(~exact)[:8].tolist()} are not)")
 
 

@@ -51,12 +51,20 @@ def pop(allocator: Allocator, wanted: Bool[Array, " n"]) -> tuple[Allocator, Int
 def retain(allocator: Allocator, ids: Int32[Array, " n"]) -> tuple[Allocator, Bool[Array, ""]]:
     """Add one reference for every entry of `ids` (0 is ignored, repeats count); all or nothing.
 
-    Returns: the allocator, and whether every page was held: a free page cannot be retained.
+    Returns: the allocator, and whether every page was held: a free page, or none of the pool, cannot be retained.
     """
+    ids, inside = _inside(allocator, ids)
     held = (ids == 0) | (allocator.refcounts.at[ids].get(mode="promise_in_bounds") > 0)
-    ok = held.all()
+    ok = inside & held.all()
     one = ((ids > 0) & ok).astype(jnp.int32)
-    return dataclasses.replace(allocator, refcounts=allocator.refcounts.at[ids].add(one)), ok
+    refcounts = allocator.refcounts.at[ids].add(one, mode="promise_in_bounds")
+    return dataclasses.replace(allocator, refcounts=refcounts), ok
+
+
+def _inside(allocator: Allocator, ids: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Bool[Array, ""]]:
+    """Return the ids with 0 for those that no page has, and whether there are none such."""
+    inside = (ids >= 0) & (ids < allocator.refcounts.shape[0])
+    return jnp.where(inside, ids, 0), inside.all()
 
 
 def drop(allocator: Allocator, ids: Int32[Array, " n"]) -> tuple[Allocator, Int32[Array, " n"], Bool[Array, ""]]:
@@ -65,11 +73,12 @@ def drop(allocator: Allocator, ids: Int32[Array, " n"]) -> tuple[Allocator, Int3
     Pages left without a reference return to the pool, each once.
 
     Returns: the allocator, the pages that became free (sorted among zeros), and whether every reference existed: a
-    double free changes nothing.
+    double free, or an id that no page has, changes nothing.
     """
+    ids, inside = _inside(allocator, ids)
     ids = jnp.sort(ids)
     left = allocator.refcounts.at[ids].add(-(ids > 0).astype(jnp.int32), mode="promise_in_bounds")
-    ok = (left.at[ids].get(mode="promise_in_bounds") >= 0).all()
+    ok = inside & (left.at[ids].get(mode="promise_in_bounds") >= 0).all()
     last_of_run = jnp.concatenate([ids[1:] != ids[:-1], jnp.ones(1, bool)])
     freed = ok & (ids > 0) & last_of_run & (left.at[ids].get(mode="promise_in_bounds") == 0)
     # Add the references again where the call is refused, so that the counts are updated in place either way.

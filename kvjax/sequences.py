@@ -6,25 +6,32 @@ They run between steps, once per request or per beam step, and cost O(table rows
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, Integer
 
 from kvjax import pages
-from kvjax.cache import Cache, Status, raise_status, ring_of
+from kvjax.arguments import integers
+from kvjax.cache import POSITION_END, Cache, Status, raise_status, ring_of
 from kvjax.placement import entry_ids, set_positions
 from kvjax.step import drop_pages, first_needed_page, scrub
 
-Sequences = Int32[Array, " n"]
+Integers = Integer[ArrayLike, " n"] | Sequence[int]
 
 
-def _known(cache: Cache, sequences: Sequences) -> tuple[Sequences, Bool[Array, " n"]]:
-    """Return the ids within range, and which of them are valid and named for the first time."""
-    place = jnp.arange(sequences.shape[0])
-    repeated = ((sequences[None] == sequences[:, None]) & (place[None] < place[:, None])).any(1)
+def _inside(cache: Cache, sequences: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Bool[Array, ""]]:
+    """Return the ids with 0 for those out of range, and whether there are none such."""
     inside = (sequences >= 0) & (sequences < cache.spec.max_seqs)
-    return jnp.where(inside, sequences, 0), inside & ~repeated
+    return jnp.where(inside, sequences, 0), inside.all()
+
+
+def _first_named(sequences: Int32[Array, " n"]) -> Bool[Array, " n"]:
+    """Mark the ids that no earlier one repeats."""
+    place = jnp.arange(sequences.shape[0])
+    return ~((sequences[None] == sequences[:, None]) & (place[None] < place[:, None])).any(1)
 
 
 def _open_entry(cache: Cache, next_slot: Int32[Array, "layers groups n"]) -> Bool[Array, "layers groups n entries"]:
@@ -48,7 +55,7 @@ def _select(ok: Bool[Array, ""], new, old):
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
-def fork(cache: Cache, source: Sequences, target: Sequences) -> tuple[Cache, Bool[Array, ""]]:
+def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[Array, ""]]:
     """Make each target sequence a copy of its source: full pages are shared, open pages are copied.
 
     All sources are read before any target is written, so permutations are allowed; what a target held is released.
@@ -56,12 +63,19 @@ def fork(cache: Cache, source: Sequences, target: Sequences) -> tuple[Cache, Boo
 
     Args:
         cache: the cache; donate it.
-        source, target: int32 [n] sequence ids; targets are distinct.
+        source, target: integers [n], sequence ids; targets are distinct.
 
-    Returns: the cache, and False where pages ran out or an id is invalid: then nothing has changed.
+    Returns: the cache, and False where pages ran out, an id is out of range or a target is repeated: then nothing has
+        changed.
+
+    Raises: InputError for ids of the wrong shape or kind.
     """
-    source, source_ok = _known_sources(cache, source)
-    target, target_ok = _known(cache, target)
+    source = integers("source", source, ("n",))
+    target = integers("target", target, source.shape)
+    if not source.size:
+        return cache, jnp.bool_(True)
+    (source, known_source), (target, known_target) = _inside(cache, source), _inside(cache, target)
+    known = known_source & known_target & _first_named(target).all()
     moved = (source != target)[None, None, :, None]
     rows = cache.page_table[:, :, source]
     old_rows = cache.page_table[:, :, target]
@@ -69,7 +83,7 @@ def fork(cache: Cache, source: Sequences, target: Sequences) -> tuple[Cache, Boo
     allocator, _ = pages.retain(cache.allocator, jnp.where(moved & ~is_open, rows, 0).reshape(-1))
     allocator, status, freed = drop_pages(allocator, cache.status, jnp.where(moved, old_rows, 0).reshape(-1))
     wanted = is_open.any(-1).reshape(-1)
-    ok = source_ok.all() & target_ok.all() & (wanted.sum() <= allocator.num_free)
+    ok = known & (wanted.sum() <= allocator.num_free)
     allocator, copies = pages.pop(allocator, wanted & ok)
 
     opened = jnp.where(is_open & ok, rows, 0).sum(-1).reshape(-1)
@@ -97,17 +111,18 @@ def fork(cache: Cache, source: Sequences, target: Sequences) -> tuple[Cache, Boo
     ), ok
 
 
-def _known_sources(cache: Cache, source: Sequences) -> tuple[Sequences, Bool[Array, " n"]]:
-    inside = (source >= 0) & (source < cache.spec.max_seqs)
-    return jnp.where(inside, source, 0), inside
-
-
-def release(cache: Cache, sequences: Sequences) -> Cache:
+def release(cache: Cache, sequences: Integers) -> Cache:
     """Empty sequences: their references are dropped, and a later sequence in their place starts at position 0.
 
-    Ids that are out of range or repeated are ignored.
+    An id may be repeated. All or nothing: BAD_SEQUENCE is set and nothing changes if one is out of range.
+
+    Raises: InputError for ids of the wrong shape or kind.
     """
-    sequences, known = _known(cache, sequences)
+    sequences = integers("sequences", sequences, ("n",))
+    if not sequences.size:
+        return cache
+    sequences, inside = _inside(cache, sequences)
+    known = inside & _first_named(sequences)
     kept = known[None, None, :, None]
     rows = jnp.where(kept, cache.page_table[:, :, sequences], 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, rows.reshape(-1))
@@ -122,18 +137,25 @@ def release(cache: Cache, sequences: Sequences) -> Cache:
         allocator=allocator,
         status=status,
     )
-    return scrub(cache, freed)
+    return raise_status(scrub(cache, freed), Status.BAD_SEQUENCE, ~inside)
 
 
-def truncate(cache: Cache, sequences: Sequences, lengths: Int32[Array, " n"]) -> Cache:
+def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
     """Keep the first `lengths` tokens of sequences and return the pages that become empty.
 
     A page that becomes open again and is shared is copied first. All or nothing: TRUNCATE_REFUSED is set and nothing
     changes if a window has passed tokens that would be visible again (see `CacheSpec.rollback`), a length is negative,
     an id is out of range or repeated, or a copy finds no free page. A length beyond the sequence keeps all of it.
+
+    Raises: InputError for ids or lengths of the wrong shape or kind.
     """
     spec = cache.spec
-    sequences, known = _known(cache, sequences)
+    sequences = integers("sequences", sequences, ("n",))
+    lengths = integers("lengths", lengths, sequences.shape)
+    if not sequences.size:
+        return cache
+    sequences, inside = _inside(cache, sequences)
+    known = inside & _first_named(sequences).all()
     removed = jnp.maximum(cache.lengths[sequences] - lengths, 0)
     before, first = cache.next_slot[:, :, sequences], cache.first[:, :, sequences]
     after = before - removed[None, None]
@@ -148,7 +170,7 @@ def truncate(cache: Cache, sequences: Sequences, lengths: Int32[Array, " n"]) ->
     dropped = jnp.where(emptied | (is_open & shared[..., None]), rows, 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
     visible = first_needed_page(dataclasses.replace(spec, rollback=0), after)
-    ok = known.all() & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
+    ok = known & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
     allocator, copies = pages.pop(allocator, (shared & ok).reshape(-1))
     allocator, status = _select(ok, (allocator, status), (cache.allocator, cache.status))
 
@@ -174,34 +196,44 @@ def truncate(cache: Cache, sequences: Sequences, lengths: Int32[Array, " n"]) ->
 
 def share(
     cache: Cache,
-    sequence: Int32[Array, ""],
-    page_ids: Int32[Array, "layers groups n"],
-    start_position: Int32[Array, ""],
+    sequence: Integer[ArrayLike, ""],
+    page_ids: Integer[ArrayLike, "layers groups n"],
+    start_position: Integer[ArrayLike, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
     """Put full pages that somebody holds at the front of an empty sequence; the sequence gets references of its own.
 
+    With no pages (n = 0) the sequence stays empty and starts at `start_position`.
+
     Args:
         cache: the cache; donate it.
-        sequence: int32 [] id of an empty sequence.
-        page_ids: int32 [layers, groups, n]; 0 at the front of a row where a window has passed.
-        start_position: int32 [] position of the first token of page 0 of every row.
+        sequence: integer [], id of an empty sequence.
+        page_ids: integers [layers, groups, n]; 0 at the front of a row where a window has passed.
+        start_position: integer [], position of the first token of page 0 of every row.
 
-    Returns: the cache, and False if the sequence is not empty, a page is free, a visible page is missing or a row does
-        not fit the table: then nothing has changed.
+    Returns: the cache, and False if the sequence is not empty, a page is free or not of the pool, named twice, not full
+        or at other positions than its place asks for, a visible page is missing, a row does not fit the table or
+        positions end before the row does: then nothing has changed. A page does not know its layer, its group or its
+        tokens: that these are right is the caller's to know.
+
+    Raises: InputError for arguments of the wrong shape or kind.
     """
     spec = cache.spec
+    sequence, start_position = integers("sequence", sequence, ()), integers("start_position", start_position, ())
+    page_ids = integers("page_ids", page_ids, (spec.num_layers, spec.groups, "n"))
     num_pages = page_ids.shape[-1]
     held = page_ids > 0
-    first = jnp.where(held.any(-1), jnp.argmax(held, axis=-1), num_pages).astype(jnp.int32)
+    first = (jnp.cumsum(held, -1, dtype=jnp.int32) == 0).sum(-1, dtype=jnp.int32)
     page = jnp.arange(num_pages, dtype=jnp.int32)[None, None]
     next_slot = jnp.full_like(first, num_pages * spec.page_size)
     visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot[..., None])[..., 0]
     complete = (held == (page >= first[..., None])).all() & (first <= visible).all()
     fits = (num_pages - first <= ring_of(spec)[..., 0]).all()
-    inside = (sequence >= 0) & (sequence < spec.max_seqs)
-    sequence = jnp.where(inside, sequence, 0)
+    last_start = min(POSITION_END - num_pages * spec.page_size, POSITION_END - 1)
+    positioned = (start_position >= 0) & (start_position <= last_start) & _in_place(cache, page_ids, start_position)
+    sequence, inside = _inside(cache, sequence[None])
+    sequence = sequence[0]
     empty = (cache.next_slot[:, :, sequence] == 0).all()
-    ok = inside & empty & complete & fits & (start_position >= 0)
+    ok = inside & empty & complete & fits & positioned
     allocator, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
     ok = ok & all_held
 
@@ -222,13 +254,37 @@ def share(
     ), ok
 
 
-def retain(cache: Cache, ids: Int32[Array, " n"]) -> Cache:
-    """Add a reference of the host's to pages that are held (0 is ignored); DOUBLE_FREE is set if one is free."""
-    allocator, ok = pages.retain(cache.allocator, ids)
+def _in_place(cache: Cache, page_ids: Int32[Array, "layers groups n"], start_position) -> Bool[Array, ""]:
+    """Return whether every page is full of the positions of its place in the row, and none is named twice."""
+    size = cache.spec.page_size
+    known = jnp.where((page_ids > 0) & (page_ids < cache.spec.num_pages), page_ids, 0)
+    place = jnp.arange(page_ids.shape[-1] * size, dtype=jnp.int32).reshape(1, 1, -1, size)
+    stored = cache.positions.at[known].get(mode="promise_in_bounds")
+    named = jnp.sort(page_ids.reshape(-1))
+    twice = (named[1:] == named[:-1]) & (named[1:] > 0)
+    return ((stored == start_position + place) | (page_ids <= 0)[..., None]).all() & ~twice.any()
+
+
+def retain(cache: Cache, ids: Integers) -> Cache:
+    """Add a reference of the host's to pages (0 is ignored, repeats count).
+
+    All or nothing: DOUBLE_FREE is set and nothing changes if a page is free or an id is out of the pool.
+
+    Raises: InputError for ids of the wrong shape or kind.
+    """
+    allocator, ok = pages.retain(cache.allocator, integers("ids", ids, ("n",)))
     return raise_status(dataclasses.replace(cache, allocator=allocator), Status.DOUBLE_FREE, ~ok)
 
 
-def drop(cache: Cache, ids: Int32[Array, " n"]) -> Cache:
-    """Take the host's reference to pages away (0 is ignored); DOUBLE_FREE is set if a page has none left."""
+def drop(cache: Cache, ids: Integers) -> Cache:
+    """Take a reference of the host's to pages away (0 is ignored, repeats count).
+
+    All or nothing: DOUBLE_FREE is set and nothing changes if a page has no reference left or an id is out of the pool.
+
+    Raises: InputError for ids of the wrong shape or kind.
+    """
+    ids = integers("ids", ids, ("n",))
+    if not ids.size:
+        return cache
     allocator, status, freed = drop_pages(cache.allocator, cache.status, ids)
     return scrub(dataclasses.replace(cache, allocator=allocator, status=status), freed)

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown, whole_number
 
 FORMATS = ("bfloat16", "float16", "float32")
+_LEAST = dict(
+    num_layers=1, num_kv_heads=1, head_dim=1, num_pages=1, max_seqs=1, pages_per_seq=1, max_query_length=1, page_size=8,
+    rollback=0, groups=1,
+)  # fmt: skip
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
@@ -19,9 +23,9 @@ def canonical_format(name: str) -> str:
 
     Raises: InputError for a name that is no format.
     """
-    format_name = _ALIASES.get(name, name)
+    format_name = _ALIASES.get(name, name) if isinstance(name, str) else None
     if format_name not in FORMATS:
-        raise InputError(f"format {name!r} is not a page format: choose one of {', '.join(FORMATS)}")
+        raise InputError(f"format {shown(name)} is not a page format: choose one of {', '.join(FORMATS)}")
     return format_name
 
 
@@ -67,16 +71,18 @@ class CacheSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "format", canonical_format(self.format))
-        object.__setattr__(self, "windows", self.layer_windows)
-        for name in ("num_layers", "num_kv_heads", "head_dim", "max_seqs", "pages_per_seq", "max_query_length"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("rollback", self.rollback, 0)
+        for name, least in _LEAST.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        for name in ("scrub_on_free", "debug"):
+            if not isinstance(getattr(self, name), bool | np.bool):
+                raise InputError(f"{name} is {shown(getattr(self, name))}: it must be True or False")
+        object.__setattr__(self, "windows", self._named_windows())
         self._check_shapes()
         self._check_windows()
 
     def _check_shapes(self):
-        if self.page_size < 8 or self.page_size % 8:
-            raise InputError(f"page_size {self.page_size} is not a multiple of 8 from 8 on: use 8, 16, 32, 64 or 128")
+        if self.page_size % 8:
+            raise InputError(f"page_size {self.page_size} is not a multiple of 8: use 8, 16, 32, 64 or 128")
         if self.head_dim % 2:
             raise InputError(f"head_dim {self.head_dim} is odd: rotary pairs and packed formats need an even size")
         if self.groups not in (1, self.num_kv_heads):
@@ -88,13 +94,25 @@ class CacheSpec:
                 f"need a page each and page 0 is reserved; use at least {row_pages + 1}"
             )
 
+    def _named_windows(self) -> tuple[int | None, ...]:
+        if self.windows is None:
+            return (None,) * self.num_layers
+        listed = isinstance(self.windows, Sequence | np.ndarray) and not isinstance(self.windows, str | bytes)
+        if not listed or getattr(self.windows, "ndim", 1) != 1:
+            raise InputError(
+                f"windows is {shown(self.windows)}: give a window or None for each of the {self.num_layers} layers"
+            )
+        return tuple(
+            None if window is None else whole_number(f"windows[{layer}]", window, 1)
+            for layer, window in enumerate(self.windows)
+        )
+
     def _check_windows(self):
         if len(self.layer_windows) != self.num_layers:
             raise InputError(f"windows names {len(self.layer_windows)} layers, the model has {self.num_layers}")
         for layer, window in enumerate(self.layer_windows):
             if window is None:
                 continue
-            _at_least(f"windows[{layer}]", window, 1)
             if self.pages_per_seq < (needed := self._ring_of_window(window)):
                 raise InputError(
                     f"pages_per_seq {self.pages_per_seq} is too small for layer {layer}: window {window}, "
@@ -107,7 +125,8 @@ class CacheSpec:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of every layer, None where it has none."""
-        return (None,) * self.num_layers if self.windows is None else tuple(self.windows)
+        assert self.windows is not None, "__post_init__ has named one for each layer"
+        return tuple(self.windows)
 
     @property
     def rings(self) -> tuple[int, ...]:
@@ -144,8 +163,3 @@ def bucket(count: int) -> int:
     """Round up to at most two significant bits after the first, so that similar sizes share a compiled program."""
     step = 1 << max(count.bit_length() - 3, 0)
     return -(-count // step) * step
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} is {value}: it must be at least {least}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, Integer
 
 from kvjax import pages
+from kvjax.arguments import array, integers
 from kvjax.cache import POSITION_END, Cache, Status, raise_status
-from kvjax.errors import InputError
+from kvjax.errors import whole_number
 from kvjax.invariants import broken_on_device
 from kvjax.kernels.pytree import pytree
 from kvjax.placement import Writes, allocate_pages, entry_ids, touched_pages, write_positions, writes_of
@@ -72,11 +76,11 @@ class Report:
 
 def begin_step(
     cache: Cache,
-    query_lengths: Int32[Array, " seqs"],
+    query_lengths: Integer[ArrayLike, " seqs"] | Sequence[int],
     *,
     num_tokens: int,
     max_query_length: int,
-    index: Bool[Array, " seqs"] | None = None,
+    index: Bool[ArrayLike, " seqs"] | Sequence[bool] | None = None,
 ) -> tuple[Cache, Step]:
     """Allocate the slots of a step's tokens in all layers.
 
@@ -84,19 +88,19 @@ def begin_step(
 
     Args:
         cache: the cache; donate it.
-        query_lengths: int32 [seqs], new tokens of each sequence.
+        query_lengths: integers [seqs], new tokens of each sequence.
         num_tokens: places for packed tokens (static).
         max_query_length: most tokens of one sequence (static); 1 is decode.
         index: bool [seqs], sequences whose pages the host's prefix index will hold.
 
-    Raises: InputError for static sizes the cache was not built for.
+    Raises: InputError for static sizes the cache was not built for, and arrays of the wrong shape or kind.
     """
     spec = cache.spec
-    if not 1 <= max_query_length <= spec.max_query_length:
-        raise InputError(f"max_query_length {max_query_length} is outside 1..{spec.max_query_length} of the cache")
-    if num_tokens < 1:
-        raise InputError(f"num_tokens is {num_tokens}: a step needs at least 1")
-    cache, lengths, ok = _accept(cache, query_lengths, num_tokens, max_query_length)
+    num_tokens = whole_number("num_tokens", num_tokens, 1)
+    max_query_length = whole_number("max_query_length", max_query_length, 1, spec.max_query_length)
+    lengths = integers("query_lengths", query_lengths, (spec.max_seqs,))
+    index = np.zeros(spec.max_seqs, bool) if index is None else array("index", index, (spec.max_seqs,), np.bool_)
+    cache, lengths, ok = _accept(cache, lengths, num_tokens, max_query_length)
     touched = touched_pages(cache, lengths, num_tokens, max_query_length)
     cache, ids, ok = allocate_pages(cache, touched, ok)
     lengths = jnp.where(ok, lengths, 0)
@@ -104,9 +108,8 @@ def begin_step(
     sequence, offset, valid = pages.ragged(lengths, num_tokens)
     position = jnp.where(valid, cache.next_position.at[sequence].get(mode="promise_in_bounds") + offset, 0)
     starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
-    index = jnp.zeros(spec.max_seqs, bool) if index is None else index
     writes = writes_of(cache, lengths, starts, touched, ids)
-    step = Step(ok, lengths, starts, sequence, position, valid, writes, index, max_query_length)
+    step = Step(ok, lengths, starts, sequence, position, valid, writes, jnp.asarray(index), max_query_length)
     return cache, step
 
 

@@ -43,6 +43,14 @@ def missing(reason: str) -> None:
     pytest.skip(reason)
 
 
+@pytest.fixture
+def as_a_user():
+    """Turns off the checks of annotations, which would catch the mistakes that kvjax refuses before it does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(scope="session")
 def kernels_python() -> str:
     """The Python of the environment that has the GPU and TPU compilers, for checks in a subprocess."""

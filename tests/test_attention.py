@@ -175,10 +175,10 @@ def test_wrong_shapes_and_unknown_implementations_are_refused():
             jax.eval_shape(call)
 
     q, k = jnp.zeros((4, HEADS, SPEC.head_dim)), jnp.zeros((4, SPEC.num_kv_heads, SPEC.head_dim))
-    refused(r"keys \(3, 2, 8\)", q[:3], k[:3], k[:3])
-    refused(r"must be \(4, 2, 8\)", q, k[:, :1], k[:, :1])
-    refused(r"must be \(4, 2, 8\)", q[..., :6], k[..., :6], k[..., :6])
-    refused(r"queries \(4, 3, 8\).*multiple of 2", q[:, :3], k, k)
+    refused(r"k is float32 of shape \[3, 2, 8\]: give floats of shape \[4, 2, 8\]", q[:3], k[:3], k[:3])
+    refused(r"k .*give floats of shape \[4, 2, 8\]", q, k[:, :1], k[:, :1])
+    refused(r"k .*give floats of shape \[4, 2, 8\]", q[..., :6], k[..., :6], k[..., :6])
+    refused("q has 3 heads: give a multiple of the cache's 2 KV heads", q[:, :3], k, k)
     refused("implementation 'fast' is unknown.*hopper, xla, reference", q, k, k, implementation="fast")
 
 

@@ -150,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.free < SPEC.num_pages // 2)
     @rule(sequences=st.sets(SEQUENCE, min_size=1, max_size=2))
     def release(self, sequences):
-        self.twin.cache = release(self.twin.cache, ids([*sequences, -1, 9][:2]))
+        self.twin.cache = release(self.twin.cache, ids([*sequences, *sequences][:2]))
         for sequence in sequences:
             self.twin.tokens[sequence], self.first[sequence], self.longest[sequence] = [], 0, 0
 
@@ -173,11 +173,11 @@ class CacheMachine(RuleBasedStateMachine):
         # A prefix is served without the tokens that a rollback would need.
         self.first[into], self.longest[into] = first, sys.maxsize
 
-    @rule(data=st.data(), page=st.integers(1, SPEC.num_pages - 1))
+    @rule(data=st.data(), page=st.integers(-2, SPEC.num_pages + 2).filter(bool))
     def hold_or_let_go(self, data, page):
-        """The host retains a page or drops one of its own; of a page that is free, neither is allowed."""
+        """The host retains a page or drops one of its own; of a page that is free or none, neither is allowed."""
         before, free = leaves(self.twin.cache), self.free
-        if before[".allocator.refcounts"][page] == 0:
+        if not 0 < page < SPEC.num_pages or before[".allocator.refcounts"][page] == 0:
             for operation in (drop, retain):
                 self.twin.cache = operation(self.twin.cache, ids([page, 0]))
                 assert int(self.twin.cache.status) == Status.DOUBLE_FREE

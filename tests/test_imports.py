@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 # Module or package -> floor; the longest name that fits counts. A module may import its own floor and those below.
 FLOORS = {
     "kvjax.kernels": 0,
+    "kvjax.arguments": 1,
     "kvjax.errors": 1,
     "kvjax.paths": 1,
     "kvjax.spec": 1,

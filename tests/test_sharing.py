@@ -28,6 +28,8 @@ from helpers.driver import (
 from kvjax.cache import Status, init_cache
 from kvjax.invariants import check
 
+END = 2**31 - 1
+
 # share, retain, drop
 
 
@@ -94,6 +96,39 @@ def test_refused_shares_change_nothing():
         cache, ok = share(twin.cache, jnp.int32(sequence), ids(page_ids), jnp.int32(start))
         assert not bool(ok), name
         assert_same(cache, before, but=())
+
+
+def shared(cache, page_ids, start=0):
+    after, ok = share(cache, jnp.int32(3), ids(page_ids), jnp.int32(start))
+    if bool(ok):
+        check(after, held={})
+    else:
+        assert_same(after, leaves(cache), but=())
+    return bool(ok)
+
+
+def test_pages_are_shared_only_where_their_positions_are_those_of_their_place():
+    cache = twin_of([20, 0, 0, 0]).cache
+    rows = table(cache)[:, :, 0]
+    assert shared(cache, rows[..., :2])
+    cases = {
+        "an open page": rows[..., :3],
+        "in reversed order": rows[..., [1, 0]],
+        "twice": rows[..., [0, 0]],
+        "from the middle": rows[..., [1]],
+        "of two layers the same": np.broadcast_to(rows[:1, :, :2], (2, 1, 2)),
+    }
+    for name, page_ids in cases.items():
+        assert not shared(cache, page_ids), name
+    for start in (SIZE, 1, -SIZE, END - SIZE, END):
+        assert not shared(cache, rows[..., :2], start), start
+
+
+def test_pages_up_to_the_last_position_are_shared():
+    cache, _, _ = advance(init_cache(SPEC, start_positions=ids([END - 2 * SIZE, 0, 0, 0])), [2 * SIZE, 0, 0, 0])
+    rows = table(cache)[:, :, 0]
+    assert shared(cache, rows[..., :2], END - 2 * SIZE)
+    assert not shared(cache, rows[..., 1:2], END - 2 * SIZE) and shared(cache, rows[..., 1:2], END - SIZE)
 
 
 def test_retain_and_drop_are_the_hosts_references():

@@ -1,14 +1,17 @@
 """What a CacheSpec accepts, refuses and derives."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.errors import InputError
 from kvjax.spec import FORMATS, CacheSpec, bucket, canonical_format, pages_for
 
+pytestmark = pytest.mark.usefixtures("as_a_user")
 GOOD: dict[str, Any] = dict(
     num_layers=3, num_kv_heads=2, head_dim=8, num_pages=20, max_seqs=2, pages_per_seq=8, max_query_length=16,
     page_size=8,
@@ -22,38 +25,65 @@ def spec(**changes) -> CacheSpec:
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "max_seqs", "pages_per_seq"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_below_one_are_refused(name, value):
-    with pytest.raises(InputError, match=f"^{name} is {value}: it must be at least 1$"):
+    with pytest.raises(InputError, match=f"^{name} is {value}: it must be a whole number from 1 to 2147483647$"):
         spec(**{name: value})
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(max_query_length=0), "max_query_length is 0: it must be at least 1"),
-        (dict(rollback=-1), "rollback is -1: it must be at least 0"),
-        (dict(page_size=0), "page_size 0 is not a multiple of 8"),
-        (dict(page_size=-8), "page_size -8 is not a multiple of 8"),
-        (dict(page_size=7), "page_size 7 is not a multiple of 8"),
+        (dict(max_query_length=0), "max_query_length is 0: it must be a whole number from 1"),
+        (dict(rollback=-1), "rollback is -1: it must be a whole number from 0"),
+        (dict(page_size=0), "page_size is 0: it must be a whole number from 8"),
+        (dict(page_size=-8), "page_size is -8: it must be a whole number from 8"),
+        (dict(page_size=7), "page_size is 7: it must be a whole number from 8"),
         (dict(page_size=12), "page_size 12 is not a multiple of 8.*use 8, 16"),
         (dict(head_dim=7), "head_dim 7 is odd"),
         (dict(groups=3), r"groups 3 is neither 1 nor num_kv_heads \(2\)"),
-        (dict(groups=0), "groups 0 is neither"),
+        (dict(groups=0), "groups is 0: it must be a whole number from 1"),
         (dict(num_pages=3), "num_pages 3 cannot hold one sequence.*use at least 4"),
         (dict(num_pages=6, groups=2), "num_pages 6 cannot hold one sequence.*use at least 7"),
-        (dict(num_pages=-5), "num_pages -5 cannot hold"),
+        (dict(num_pages=-5), "num_pages is -5: it must be a whole number from 1"),
         (dict(windows=(4, None)), "windows names 2 layers, the model has 3"),
         (dict(windows=()), "windows names 0 layers"),
-        (dict(windows=(None, 0, None)), r"windows\[1\] is 0: it must be at least 1"),
+        (dict(windows=(None, 0, None)), r"windows\[1\] is 0: it must be a whole number from 1"),
         (dict(windows=(None, None, -2)), r"windows\[2\] is -2"),
         (dict(windows=(None, 50, None)), "pages_per_seq 8 is too small for layer 1: window 50.*need 10"),
         (dict(windows=(None, 32, None), rollback=9), "pages_per_seq 8 is too small.*rollback 9 need 9"),
         (dict(format="int8"), "format 'int8' is not a page format: choose one of bfloat16, float16, float32"),
         (dict(format=""), "format '' is not a page format"),
+        (dict(format=[]), r"format \[\] is not a page format"),
+        (dict(format=None), "format None is not a page format"),
+        (dict(format=jnp.float32), "format .*float32.* is not a page format"),
+        (dict(windows=5), "windows is 5: give a window or None for each of the 3 layers"),
+        (dict(windows=np.array(5)), r"windows is array\(5\): give a window or None"),
+        (dict(windows="888"), "windows is '888': give a window or None"),
+        (dict(windows=[2.5, 8, 8]), r"windows\[0\] is 2.5: it must be a whole number"),
+        (dict(windows=[None, True, 8]), r"windows\[1\] is True: it must be a whole number"),
+        (dict(windows=["8"] * 3), r"windows\[0\] is '8': it must be a whole number"),
+        (dict(windows={4, 5, 6}), r"windows is {4, 5, 6}: give a window or None for each"),
+        (dict(scrub_on_free="no"), "scrub_on_free is 'no': it must be True or False"),
+        (dict(debug=1), "debug is 1: it must be True or False"),
     ],
 )
 def test_mistakes_are_named_with_what_is_allowed(changes, message):
     with pytest.raises(InputError, match=message):
         spec(**changes)
+
+
+@pytest.mark.parametrize("name", [*GOOD, "rollback", "groups"])
+@pytest.mark.parametrize("value", [16.0, 2.5, "16", None, True, [16], float("nan"), 2**31], ids=repr)
+def test_sizes_are_integers(name, value):
+    with pytest.raises(InputError, match=rf"^{name} is {re.escape(repr(value))}: it must be a whole number from "):
+        spec(**{name: value})
+
+
+def test_numpy_integers_become_ints():
+    of_numpy = spec(**{name: np.int64(value) for name, value in GOOD.items()}, windows=np.array([8, 9, 10], np.int16))
+    assert of_numpy == spec(windows=(8, 9, 10)) and hash(of_numpy) == hash(spec(windows=(8, 9, 10)))
+    assert (
+        {type(getattr(of_numpy, name)) for name in GOOD} == {type(window) for window in of_numpy.layer_windows} == {int}
+    )
 
 
 def test_least_sizes_are_accepted():
