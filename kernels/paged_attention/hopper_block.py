@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,25 @@ from kvjax.kernels.paged_attention.tiles import LOG2E
 
 ROWS = 64  # of one warpgroup's product
 EMPTY = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static choices.
+
+    Attributes:
+        block: slots of a block.
+        stages: blocks in flight; a multiple of the consumers that take turns.
+        workers: CTAs of one KV head.
+        consumers: warpgroups that compute.
+        shares_blocks: every consumer has rows of its own and reads all blocks; else they take turns.
+    """
+
+    block: int
+    stages: int
+    workers: int
+    consumers: int
+    shares_blocks: bool
 
 
 class Scratch(NamedTuple):

@@ -26,29 +26,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.kernels.paged_attention.arguments import Rows
-from kvjax.kernels.paged_attention.hopper_block import EMPTY, ROWS, Scratch, attend_block, tile_columns, zero_empty
+from kvjax.kernels.paged_attention.hopper_block import (
+    EMPTY,
+    ROWS,
+    Scratch,
+    Shape,
+    attend_block,
+    tile_columns,
+    zero_empty,
+)
 from kvjax.kernels.paged_attention.tiles import Tiles, Work
 
 _OUT_COLUMNS = 128  # written at a time, which bounds the shared memory for it
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static choices.
-
-    Attributes:
-        block: slots of a block.
-        stages: blocks in flight; a multiple of the consumers that take turns.
-        workers: CTAs of one KV head.
-        consumers: warpgroups that compute.
-        shares_blocks: every consumer has rows of its own and reads all blocks; else they take turns.
-    """
-
-    block: int
-    stages: int
-    workers: int
-    consumers: int
-    shares_blocks: bool
 
 
 def attend_tiles(
@@ -175,12 +164,12 @@ class _Kernel:
             return lax.fori_loop(first_tile[group, worker], end_tile[group, worker], of_tile, jnp.int32(0))
 
         def page_of(tile, block, j):
-            """Page id and the piece of the page; page 0, whose positions are -1, behind the end."""
+            """Page id and number of the piece in the page; page 0, whose positions are -1, behind the end."""
             piece = first_piece[group, tile] + block * self.pieces + j
             pieces_per_page = self.page_size // self.piece
             entry = lax.rem(lax.div(piece, pieces_per_page), ring[0])
             page = jnp.where(piece < end_piece[group, tile], table[group, sequence[tile], entry], 0)
-            return page, lax.rem(piece, pieces_per_page) * self.piece
+            return page, lax.rem(piece, pieces_per_page)
 
         pool = tuple(ref.at[:, head_in_group] for ref in (keys, values))
         warpgroup = lax.axis_index("warpgroup")
@@ -198,6 +187,10 @@ class _Kernel:
             fragment = (out.at[head], stats.at[head], worker)
             for_each_fragment(self._consume(warpgroup, fragment, empty_behind, at))
 
+    def _slots(self, part):
+        """Slots of a piece in its page, so that the compiler sees what they are multiples of."""
+        return pl.ds(0 if self.piece == self.page_size else part * self.piece, self.piece)
+
     def _slot(self, step):
         return lax.rem(step, jnp.int32(self.shape.stages))
 
@@ -210,22 +203,27 @@ class _Kernel:
                 plgpu.copy_gmem_to_smem(q.at[tile, part], at.queries.at[part, pl.ds(0, self.rows)], at.q_full)
             plgpu.copy_gmem_to_smem(limits.at[tile], at.limits, at.q_full)
 
-            def fetch(i, _):
+            def pages_of(i):
+                return [page_of(tile, first + i, j) for j in range(self.pieces)]
+
+            def fetch(i, pages):
                 step = before + i
                 slot = self._slot(step)
                 is_reused = step >= self.shape.stages
-                pages = [page_of(tile, first + i, j) for j in range(self.pieces)]
+                # Read a block ahead, so that the copies of a block do not wait for its ids.
+                following = pages_of(i + 1)
                 pl.when(is_reused)(lambda: plgpu.barrier_wait(at.k_free.at[slot]))
-                for j, (page, begin) in enumerate(pages):
-                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(begin, self.piece)
+                for j, (page, part) in enumerate(pages):
+                    here, there = pl.ds(j * self.piece, self.piece), self._slots(part)
                     plgpu.copy_gmem_to_smem(positions.at[page, there], at.positions.at[slot, here], at.k_full.at[slot])
                     plgpu.copy_gmem_to_smem(keys.at[page, there], at.keys.at[slot, here], at.k_full.at[slot])
                 pl.when(is_reused)(lambda: plgpu.barrier_wait(at.v_free.at[slot]))
-                for j, (page, begin) in enumerate(pages):
-                    here, there = pl.ds(j * self.piece, self.piece), pl.ds(begin, self.piece)
+                for j, (page, part) in enumerate(pages):
+                    here, there = pl.ds(j * self.piece, self.piece), self._slots(part)
                     plgpu.copy_gmem_to_smem(values.at[page, there], at.values.at[slot, here], at.v_full.at[slot])
+                return following
 
-            lax.fori_loop(0, count, fetch, None)
+            lax.fori_loop(0, count, fetch, pages_of(0))
 
         return fragment
 

@@ -1,18 +1,22 @@
 """The `kvjax` command: options of its own, and dispatch to one module a subcommand."""
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.paths import cache_dir, enable_compilation_cache
+from kvjax.paths import cache_dir
 
-# Subcommand -> what --help says. `kvjax x` runs `kvjax.cli.x.main(argv) -> exit code`.
+# Subcommand -> what --help says. `kvjax x-y` runs `kvjax.cli.x_y.main(argv) -> exit code`.
 COMMANDS = {
     "generate": "generate text from prompts",
     "benchmark": "measure speed and memory on this machine",
+    "compile-kernels": "compile the GPU kernels without a GPU, and check the result",
 }
 
 
@@ -23,19 +27,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process when None.
 
     Returns:
-        The exit code: 0, 2 after a mistake of the user's (one line on stderr), 130 after an interrupt.
+        The exit code: 0, 2 after a mistake of the user's or a refusal of the system's (one line on stderr), 130 after
+        an interrupt, 141 where nobody reads the output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Escapes stand for what a terminal or a pipe without UTF-8 cannot show.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if arguments and arguments[0] in COMMANDS:
-            enable_compilation_cache()
-            return importlib.import_module(f"kvjax.cli.{arguments[0]}").main(arguments[1:])
-        return _own_options(arguments)
+        return _run(arguments)
     except InputError as error:
         print(f"kvjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except OSError as error:
+        _drop_output()
+        print(f"kvjax: error: {error}: make room or give permission, or use another place", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, ImportError) as error:
+        # An interrupt while a library in C is being loaded comes out as an ImportError.
+        if isinstance(error, ImportError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise
         return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            return importlib.import_module(f"kvjax.cli.{arguments[0].replace('-', '_')}").main(arguments[1:])
+        return _own_options(arguments)
+    finally:
+        if sys.stdout is not None:
+            # Here, and not when Python ends, where an error would be a traceback.
+            sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Have what is left in the buffer of stdout go nowhere: Python writes it when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _own_options(arguments: Sequence[str]) -> int:
@@ -43,7 +75,7 @@ def _own_options(arguments: Sequence[str]) -> int:
         prog="kvjax",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="A paged KV cache for JAX language models.\n\ncommands (kvjax COMMAND --help says more):\n"
-        + "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items()),
+        + "\n".join(f"  {name:<18}{text}" for name, text in COMMANDS.items()),
         epilog="Weights, compiled programs and downloads are kept in the folder KVJAX_CACHE, "
         f"now\n{cache_dir()}".replace("%", "%%"),
     )

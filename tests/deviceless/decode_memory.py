@@ -13,30 +13,22 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.append(str(Path(__file__).parents[1]))
 
 import jax
-import numpy as np
 from helpers.programs import faults, lowered
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import sizes
+from kvjax.benchmarks.deviceless import h200_mesh, placed
 
 
 def main(name: str) -> None:
-    target = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc("h200", platform="cuda", topology="1x1x1", target_config=target)
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-
-    def place(shapes):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-
+    mesh = h200_mesh()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program, spec = lowered(name, scan=True, dtype="bfloat16", place=place)
+        program, spec = lowered(name, scan=True, dtype="bfloat16", place=lambda shapes: placed(shapes, mesh))
         compiled = program.compile()
     report = dict(
-        device=topology.devices[0].device_kind,
+        device=mesh.devices.flat[0].device_kind,
         pool=sizes.pool_bytes(spec),
         memory=str(compiled.memory_analysis()),
+        kernels=compiled.as_text().count("mosaic_gpu"),
         faults=faults(compiled, spec),
     )
     print(json.dumps(report))

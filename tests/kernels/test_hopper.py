@@ -18,7 +18,7 @@ from kvjax.kernels.paged_attention import hopper, hopper_block, hopper_kernel, t
 
 SIZE = 8
 EDGES = [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 150]
-SMALL = hopper_kernel.Shape(block=64, stages=2, workers=3, consumers=2, shares_blocks=False)
+SMALL = hopper_block.Shape(block=64, stages=2, workers=3, consumers=2, shares_blocks=False)
 PREFILL = dataclasses.replace(SMALL, shares_blocks=True)
 
 
@@ -161,7 +161,7 @@ SOURCE_FAULTS = {
     ),
     "values of empty slots not zeroed": (hopper_block, "position >= 0, matrix.shape", "position >= -1, matrix.shape"),
     "unmasked tail": (hopper_block, "visible = (position >= earliest) &", "visible ="),
-    "stale page id": (hopper_kernel, "page_of(tile, first + i, j)", "page_of(tile, first, j)"),
+    "stale page id": (hopper_kernel, "following = pages_of(i + 1)", "following = pages_of(i)"),
     "swapped pages": (hopper_kernel, "values.at[page, there]", "values.at[pages[-1 - j][0], there]"),
     "dropped scale": (hopper_block, "logits * (scale * LOG2E)", "logits * LOG2E"),
     "wrong head map": (hopper_kernel, "q.at[:, head]", "q.at[:, 0]"),
@@ -178,20 +178,21 @@ SOURCE_FAULTS = {
 
 @functools.cache
 def _suite():
-    """Small cases that together use everything: (case, window)."""
+    """Small cases that together use everything: (case, window, workers)."""
     sinks = np.array([0.5, -1, 1, 0], np.float32)
     return (
-        (Paged([150, 9, 70], kv_heads=2, heads=4, options=dict(sink_logits=sinks)), NO_WINDOW),
-        (Paged([70, 20]), 9),
-        (Paged([330]), NO_WINDOW),
+        (Paged([150, 9, 70], kv_heads=2, heads=4, options=dict(sink_logits=sinks)), NO_WINDOW, 3),
+        (Paged([70, 20]), 9, 3),
+        (Paged([330]), NO_WINDOW, 1),
     )
 
 
 def _fails(attend) -> str | None:
     """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, (case, window) in enumerate(_suite()):
+    for i, (case, window, workers) in enumerate(_suite()):
         try:
-            close(attend(case, window), case.expected(window))
+            out = attend(case, window, shape=dataclasses.replace(SMALL, workers=workers))
+            close(out, case.expected(window))
         except AssertionError:
             return f"case {i}: wrong output"
         except Exception as error:  # noqa: BLE001, the interpreter raises what it likes

@@ -1,0 +1,101 @@
+"""Compile the Hopper kernels for an H200 and read what the compiler made of them.
+
+`python -m kvjax.benchmarks.compile_kernels` prints a JSON row a line; `kvjax compile-kernels` runs it in the
+environment that has the compilers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# Before jax reads them.
+_DUMP = Path(tempfile.mkdtemp()) if __name__ == "__main__" else None
+if _DUMP is not None:
+    os.environ |= dict(
+        JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_SASS="1", MOSAIC_GPU_DUMP_TO=str(_DUMP)
+    )
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from kvjax.benchmarks.deviceless import h200_mesh, placed  # noqa: E402
+from kvjax.kernels.paged_attention import Queries, Rows, hopper  # noqa: E402
+from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape  # noqa: E402
+
+H200_BYTES_PER_SECOND = 4.8e12
+SHARED_MEMORY_LIMIT = 232448
+REGISTER_LIMIT = 255
+# Instructions to count in the machine code.
+_COUNTED = dict(hgmma=r"\bHGMMA", tma_loads=r"\bUTMALDG", local_memory=r"\b(LDL|STL)\b")
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """Say which limits a row breaks."""
+    limits = {
+        "spills registers": row["spills"] > 0 or row["local_memory"] > 0,
+        f"needs more than {REGISTER_LIMIT} registers": not 0 < row["registers"] <= REGISTER_LIMIT,
+        f"needs more than {SHARED_MEMORY_LIMIT} bytes of shared memory": row["smem_bytes"] > SHARED_MEMORY_LIMIT,
+        "has fewer than 2 stages": row["stages"] < 2,
+        "does not use the tensor cores": row["hgmma"] == 0,
+        "does not load by TMA": row["tma_loads"] == 0,
+    }
+    return [fault for fault, is_broken in limits.items() if is_broken]
+
+
+def compile_shape(shape: AttentionShape, dump: Path, spare_pages: int = 0) -> dict[str, Any]:
+    """Compile the kernel for one shape, and return its row.
+
+    Kernels that are alike are compiled, and dumped, only once: `spare_pages` makes them differ.
+    """
+    mesh = h200_mesh()
+    for old in dump.iterdir():
+        old.unlink()
+    ints = lambda *of: jax.ShapeDtypeStruct(of, jnp.int32)  # noqa: E731
+    num_pages = min(shape.batch * shape.pages_per_seq, 1 << 20) + 1 + spare_pages
+    pool = jax.ShapeDtypeStruct((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
+    rows = Rows(ints(1, shape.batch, shape.pages_per_seq), ints(1, shape.batch), ints(1, shape.batch), ints())
+    queries = Queries(*(ints(shape.batch) for _ in range(4)))
+    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries, ints())
+
+    @jax.jit
+    def attend(q, keys, values, positions, rows, queries, window):
+        return hopper.paged_attention(
+            q, keys, values, positions, rows, queries, window=window, scale=shape.head_dim**-0.5,
+            max_query_length=shape.queries,
+        )  # fmt: skip
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        attend.trace(*placed(arguments, mesh)).lower().compile()
+    return _row(shape, dump)
+
+
+def _row(shape: AttentionShape, dump: Path) -> dict[str, Any]:
+    text = {suffix: "".join(path.read_text() for path in dump.glob(f"*{suffix}*")) for suffix in ("ptxas", "sass")}
+    resources = "".join(path.read_text() for path in dump.glob("*.resources*"))
+    largest = lambda pattern, of: max(map(int, re.findall(pattern, of)), default=0)  # noqa: E731
+    chosen = hopper.shape_of(shape.head_dim, shape.kv_heads, is_decode=shape.queries == 1)
+    row = dict(
+        kernel=shape.kernel,
+        format="bfloat16",
+        shape=shape.label,
+        registers=largest(r"Used (\d+) registers", text["ptxas"]),
+        spills=largest(r"(\d+) bytes spill", text["ptxas"]),
+        smem_bytes=largest(r"smem_scratch_bytes=(\d+)", resources),
+        stages=chosen.stages,
+        **{name: len(re.findall(pattern, text["sass"])) for name, pattern in _COUNTED.items()},
+        bytes=shape.bytes_moved,
+        floor_us=round(shape.bytes_moved / H200_BYTES_PER_SECOND * 1e6, 2),
+    )
+    return row | dict(faults=faults(row))
+
+
+if __name__ == "__main__":
+    assert _DUMP is not None
+    for i, attention_shape in enumerate(ATTENTION_SHAPES):
+        print(json.dumps(compile_shape(attention_shape, _DUMP, i)), flush=True)
