@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,3 +65,12 @@ def test_heads_of_a_page_may_lie_on_several_devices(implementation):
         np.testing.assert_allclose(out, expected, atol=1e-6)
     assert {shard.data.shape[1] for shard in parts.keys.addressable_shards} == {1}
     kvjax.check(cache)
+
+
+@pytest.mark.slow
+def test_a_step_over_eight_h200s_is_in_place(kernels_python):
+    script = Path(__file__).parent / "deviceless" / "sharded_step.py"
+    result = subprocess.run([kernels_python, script], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["devices"] == DEVICES and report["kernels"] > 0 and not report["faults"], report
