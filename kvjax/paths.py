@@ -32,9 +32,8 @@ def cache_dir() -> Path:
 def enable_compilation_cache() -> None:
     """Keep compiled XLA programs in `cache_dir()/xla`, so that a second start compiles nothing.
 
-    Changes `jax.config` for the process, so it is for commands and not for libraries. A folder that the user has
-    chosen (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) stays, with the user's thresholds. Call it before the first
-    compilation: JAX reads the setting once.
+    Changes `jax.config` for the process, from the next compilation on. A folder that the user has chosen
+    (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) stays, with the user's thresholds.
     """
     import jax
 

@@ -9,6 +9,7 @@ from kvjax.models import registry
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.paths import enable_compilation_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class LanguageModel:
 
 
 def load(name: str, dtype: str = "float32", *, notify: Callable[[str], None] | None = None) -> LanguageModel:
-    """Load a model.
+    """Load a model. Compiled programs are kept from here on, see `kvjax.paths.enable_compilation_cache`.
 
     Args:
         name: smollm2-135m, gemma3-270m, a GGUF file, a Hugging Face folder or a hub name; see `registry.find`.
@@ -31,8 +32,9 @@ def load(name: str, dtype: str = "float32", *, notify: Callable[[str], None] | N
 
     Raises: InputError for a model that is unknown, damaged or not supported.
 
-    Example: `model = kvjax.load("smollm2-135m"); kvjax.generate(model.decoder, [model.tokenizer.encode("Hello")])`
+    Example: `model = kvjax.load("smollm2-135m"); kvjax.generate(model, [model.tokenizer.encode("Hello")])`
     """
+    enable_compilation_cache()
     source = registry.find(name)
     config = registry.read_config(source)
     tokenizer = registry.read_tokenizer(source)

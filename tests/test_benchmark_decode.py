@@ -41,7 +41,6 @@ def command(monkeypatch, capsys):
     one_layer = types.SimpleNamespace(decoder=tiny_decoder(num_layers=1))
     monkeypatch.setattr(loading, "load", lambda name, dtype, notify: one_layer)
     monkeypatch.setattr(decode, "slots_used_share", lambda: 0.5)
-    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
 
     def run(*flags: str) -> tuple[int, str, str]:
         try:

@@ -46,15 +46,17 @@ def test_a_file_is_refused(monkeypatch, tmp_path):
 
 
 PROGRAM = """
-import jax
-from kvjax.paths import enable_compilation_cache
-enable_compilation_cache()
+import contextlib
+import jax, kvjax
+jax.jit(lambda x: x * 2)(2.0)
+with contextlib.suppress(kvjax.InputError):
+    kvjax.load("nosuchmodel")
 jax.jit(lambda x: x * 3 + 1)(2.0)
 """
 
 
 @pytest.mark.parametrize("users_own", [False, True])
-def test_small_programs_are_kept(tmp_path, users_own):
+def test_loading_keeps_small_programs(tmp_path, users_own):
     environment = {**os.environ, "KVJAX_CACHE": str(tmp_path / "ours")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     if users_own:
