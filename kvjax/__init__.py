@@ -10,7 +10,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvjax.attention import attend as attend
-    from kvjax.batch import Options as Options
     from kvjax.cache import Cache as Cache
     from kvjax.cache import Status as Status
     from kvjax.cache import clear_status as clear_status
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kvjax.invariants import check as check
     from kvjax.models.loading import LanguageModel as LanguageModel
     from kvjax.models.loading import load as load
+    from kvjax.options import Options as Options
     from kvjax.rotary import Rotary as Rotary
     from kvjax.sequences import drop as drop
     from kvjax.sequences import fork as fork
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "attend": "kvjax.attention",
-    "Options": "kvjax.batch",
     "Cache": "kvjax.cache",
     "Status": "kvjax.cache",
     "clear_status": "kvjax.cache",
@@ -57,6 +56,7 @@ _LAZY = {
     "check": "kvjax.invariants",
     "LanguageModel": "kvjax.models.loading",
     "load": "kvjax.models.loading",
+    "Options": "kvjax.options",
     "Rotary": "kvjax.rotary",
     "drop": "kvjax.sequences",
     "fork": "kvjax.sequences",

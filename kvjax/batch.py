@@ -1,9 +1,11 @@
-"""A batch of prompts on its way through the compiled steps: its options, its cache, and chunked prefill."""
+"""A batch of prompts on its way through the compiled steps: its cache, chunked prefill, and memory."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,61 +16,52 @@ from flax import nnx
 from kvjax import sizes
 from kvjax.cache import init_cache
 from kvjax.decoding import Chosen, Finish, State, decode_scan, decode_while, prefill_step
-from kvjax.errors import InputError
-from kvjax.sampling import Sampling, sampling
+from kvjax.errors import InputError, shown
+from kvjax.models.loading import LanguageModel
+from kvjax.options import Options, Prompts, checked
 from kvjax.spec import CacheSpec, bucket, pages_for
-
-Prompts = Sequence[Sequence[int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to generate.
-
-    Attributes:
-        max_new_tokens: most tokens to generate, one number for all prompts or one each.
-        temperature, top_k, top_p, min_p, repetition_penalty: one number for all prompts or one each, see
-            `kvjax.sampling.Sampling`; greedy by default.
-        seed: of the random key.
-        stop_ids: token ids that end a sequence; they are the last token of its result.
-        logprobs: None for none, or how many of the likeliest tokens to report beside the chosen one.
-        format, page_size, num_pages: of the cache; as many pages as the prompts may need by default.
-        chunk_size: most prompt tokens a step.
-    """
-
-    max_new_tokens: int | Sequence[int] = 128
-    temperature: float | Sequence[float] = 0.0
-    top_k: int | Sequence[int] = 0
-    top_p: float | Sequence[float] = 1.0
-    min_p: float | Sequence[float] = 0.0
-    repetition_penalty: float | Sequence[float] = 1.0
-    seed: int = 0
-    stop_ids: Sequence[int] = ()
-    logprobs: int | None = None
-    format: str = "float32"
-    page_size: int = 16
-    num_pages: int | None = None
-    chunk_size: int = 512
-
-    def sampling(self, num_seqs: int) -> Sampling:
-        """Return the sampling of a batch. Raises InputError for values out of range."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return sampling(num_seqs, **{name: getattr(self, name) for name in names})
 
 
 class Batch:
     """A batch on its way: the split model, the donated state, and what has been chosen."""
 
-    def __init__(self, model: nnx.Module, prompts: Prompts, options: Options):
-        self.prompts, self.options = prompts, options
-        self.limits = _limits(prompts, options)
-        self.spec = cache_spec(model, [len(prompt) for prompt in prompts], self.limits, options)
-        self.graph, self.weights = nnx.split(model)
-        self.num_logprobs = -1 if options.logprobs is None else options.logprobs
-        self.state = self._initial_state(model)
+    def __init__(self, model: nnx.Module | LanguageModel, prompts: Prompts, options: Options):
+        module, eos_ids = _parts(model)
+        vocab: int = module.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+        self.prompts, self.limits, self.options = checked(prompts, options, vocab)
+        self.stop_ids = list(eos_ids if options.stop_ids is None else self.options.stop_ids or ())
+        self.spec = cache_spec(module, [len(prompt) for prompt in self.prompts], self.limits, self.options)
+        self.graph, self.weights = nnx.split(module)
+        self.num_logprobs = -1 if self.options.logprobs is None else self.options.logprobs
+        if (memory := _memory()) is not None and self._bytes > memory:
+            raise self._too_large(f"there are {memory / 1e9:.1f} GB of memory")
+        with self.within_memory():
+            self.state = self._initial_state(vocab)
 
-    def _initial_state(self, model) -> State:
-        count, vocab = len(self.prompts), model.config.vocab_size
+    @property
+    def _bytes(self) -> int:
+        """Bytes of the cache and of the buffers of what is chosen."""
+        buffers = len(self.limits) * bucket(max(self.limits)) * (8 + 8 * (self.num_logprobs + 1))
+        return sizes.cache_bytes(self.spec) + buffers
+
+    def _too_large(self, reason: str) -> InputError:
+        return InputError(
+            f"the cache and the results would take {self._bytes} bytes ({self._bytes / 1e9:.1f} GB) and {reason}: "
+            f"lower max_new_tokens, num_pages or page_size, or give fewer or shorter prompts"
+        )
+
+    @contextlib.contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """Raise InputError where jax finds no memory."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise self._too_large("the memory ran out") from None
+
+    def _initial_state(self, vocab: int) -> State:
+        count = len(self.prompts)
         how = self.options.sampling(count)
         penalised = bool((np.asarray(how.repetition_penalty) != 1).any())
         zeros = lambda: jnp.zeros(count, jnp.int32)  # noqa: E731 - every leaf needs a buffer of its own to donate
@@ -78,7 +71,7 @@ class Batch:
             token=zeros(),
             generated=zeros(),
             limit=jnp.array(self.limits, jnp.int32),
-            stop_ids=jnp.array(list(self.options.stop_ids) or [-1], jnp.int32),
+            stop_ids=jnp.array(self.stop_ids or [-1], jnp.int32),
             sampling=how,
             key=jax.random.key(self.options.seed),
             seen=jnp.zeros((count, vocab), bool) if penalised else None,
@@ -93,18 +86,17 @@ class Batch:
         while pending:
             chunk, pending = next_chunk(pending, self.prompts, size)
             chosen, ok = self._feed(chunk, give_up=len(chunk) == 1)
+            done += sum(end - begin for _, begin, end in chunk)
+            if progress:
+                progress(done, total)
             if not ok and len(chunk) > 1:
                 # Together they do not fit: one by one, so that as many as possible are served.
                 for part in chunk:
-                    chosen, ok = self._feed([part], give_up=True)
-                    yield chosen
+                    yield self._feed([part], give_up=True)[0]
             else:
                 yield chosen
             ended = np.asarray(self.state.finish) != Finish.RUNNING
             pending = [part for part in pending if not ended[part[0]]]
-            done += sum(end - begin for _, begin, end in chunk)
-            if progress:
-                progress(done, total)
 
     def _feed(self, chunk: list[tuple[int, int, int]], *, give_up: bool) -> tuple[Chosen, bool]:
         count = len(self.prompts)
@@ -140,23 +132,28 @@ class Batch:
         return bool((np.asarray(self.state.finish) == Finish.RUNNING).any())
 
 
-def _limits(prompts: Prompts, options: Options) -> list[int]:
-    if not prompts:
-        raise InputError("no prompt was given: give at least one")
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise InputError(f"prompt {number} is empty: give at least one token")
-    most = options.max_new_tokens
-    limits = [most] * len(prompts) if isinstance(most, int) else list(most)
-    if len(limits) != len(prompts):
-        raise InputError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts: give one, or one each")
-    if min(limits) < 1:
-        raise InputError(f"max_new_tokens {min(limits)} is too small: it must be at least 1")
-    if options.logprobs is not None and options.logprobs < 0:
-        raise InputError(f"logprobs {options.logprobs} is negative: give 0 or more")
-    if options.chunk_size < 1:
-        raise InputError(f"chunk_size {options.chunk_size} is too small: it must be at least 1")
-    return limits
+def _parts(model: object) -> tuple[nnx.Module, Sequence[int]]:
+    """Return the module to run, and the ids that end its text."""
+    if isinstance(model, LanguageModel):
+        return model.decoder, model.tokenizer.eos_ids
+    if isinstance(model, nnx.Module) and hasattr(model, "config"):
+        return model, ()
+    raise InputError(
+        f"model is {shown(model)}: give what kvjax.load returns, its decoder, or a flax.nnx.Module with a config"
+    )
+
+
+def _memory() -> int | None:
+    """Return the bytes of memory that the default device has, or None where nothing says so."""
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    known = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(OSError, ValueError):  # a container's limit, where there is one
+        known.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(known, default=None)
 
 
 def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], options: Options) -> CacheSpec:
@@ -192,7 +189,7 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     return spec
 
 
-def next_chunk(pending, prompts: Prompts, size: int):
+def next_chunk(pending, prompts: Sequence[Sequence[int]], size: int):
     """Pack prompt tokens, in order, into one chunk: (sequence, begin, end) parts, and what is left."""
     chunk, room = [], size
     while pending and room:

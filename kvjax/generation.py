@@ -12,9 +12,14 @@ import numpy as np
 from flax import nnx
 
 from kvjax import sizes
-from kvjax.batch import Batch, Options, Prompts
+from kvjax.batch import Batch
 from kvjax.decoding import Chosen, Finish
+from kvjax.errors import whole_number
+from kvjax.models.loading import LanguageModel
+from kvjax.options import Options, Prompts
 from kvjax.spec import CacheSpec, bucket
+
+Stop = Callable[[int, list[int]], int | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,10 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A finished batch: one `Generated` for every prompt, times in seconds, and the cache's memory."""
+    """A finished batch: one `Generated` for every prompt, times in seconds, and the cache's memory.
+
+    `compile_s` is what compiling or loading the decode loop took; the prefill's is in `ttft_s` and `prefill_s`.
+    """
 
     sequences: list[Generated]
     ttft_s: float
@@ -65,28 +73,35 @@ class Generation:
 
 
 def generate(
-    model: nnx.Module,
+    model: nnx.Module | LanguageModel,
     prompts: Prompts,
     options: Options | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
-    stop: Callable[[int, list[int]], bool] | None = None,
+    stop: Stop | None = None,
 ) -> Generation:
     """Generate for a batch of prompts: chunked prefill, then one jitted while loop over decode steps.
 
     Args:
-        model: a module called as `model(cache, step, tokens) -> (logits [seqs, vocab], cache)` with a `config`.
-        prompts: token ids, of any lengths.
+        model: what `kvjax.load` returns, or a module called as `model(cache, step, tokens) -> (logits [seqs, vocab],
+            cache)` with a `config`.
+        prompts: token ids, of any lengths: lists, tuples or arrays of integers.
         options: see `Options`.
         progress: is called with prompt tokens fed and in all, after every chunk.
-        stop: is called every 16 steps with a sequence's number and tokens; True ends it, with reason stop (stop texts).
+        stop: is called every 16 steps with a sequence's number and tokens. A number ends the sequence with reason stop
+            and keeps so many of its tokens; None lets it go on (stop texts).
 
     Returns: everything generated, whatever the reason for the end, with times and memory.
 
-    Raises: InputError for an empty prompt, limits out of range, or a cache too small for a prompt.
+    Raises: InputError for prompts that are no token ids, options out of range, a cache too small for a prompt or too
+        large for the memory.
     """
-    options = options or Options()
-    run = Batch(model, prompts, options)
+    run = Batch(model, prompts, options or Options())
+    with run.within_memory():
+        return _generate(run, progress, stop)
+
+
+def _generate(run: Batch, progress: Callable[[int, int], None] | None, stop: Stop | None) -> Generation:
     began = time.perf_counter()
     first, ttft = _first_tokens(run, progress)
     prefilled = time.perf_counter()
@@ -96,9 +111,11 @@ def generate(
     compiled = time.perf_counter()
     if stop is None:
         out = run.decode(out, places)
-    while stop is not None and run.running:
-        out = run.decode(out, 16)
+    while stop is not None:
         _end_stopped(run, out, stop)
+        if not run.running:
+            break
+        out = run.decode(out, 16)
     out = jax.device_get(out)
     decoded = time.perf_counter()
     return Generation(
@@ -130,13 +147,14 @@ def _either(a: Chosen, b: Chosen) -> Chosen:
     return jax.tree.map(pick, a, b)
 
 
-def _end_stopped(run: Batch, out: Chosen, stop: Callable[[int, list[int]], bool]) -> None:
-    finish, counts = np.array(run.state.finish), np.asarray(run.state.generated)
+def _end_stopped(run: Batch, out: Chosen, stop: Stop) -> None:
+    finish, counts = np.array(run.state.finish), np.array(run.state.generated)
     tokens = np.asarray(out.token)
-    for sequence in np.flatnonzero(finish != Finish.OUT_OF_PAGES).tolist():
-        if stop(sequence, tokens[: counts[sequence], sequence].tolist()):
-            finish[sequence] = Finish.STOP
-    run.state = dataclasses.replace(run.state, finish=jnp.asarray(finish))
+    for sequence, count in enumerate(counts.tolist()):
+        keep = stop(sequence, tokens[:count, sequence].tolist())
+        if keep is not None:
+            finish[sequence], counts[sequence] = Finish.STOP, keep
+    run.state = dataclasses.replace(run.state, finish=jnp.asarray(finish), generated=jnp.asarray(counts))
 
 
 def _results(run: Batch, out: Chosen) -> list[Generated]:
@@ -174,7 +192,7 @@ class Streamed:
 
 
 def stream(
-    model: nnx.Module,
+    model: nnx.Module | LanguageModel,
     prompts: Prompts,
     options: Options | None = None,
     *,
@@ -183,7 +201,7 @@ def stream(
 ) -> Iterator[list[Streamed]]:
     """Yield tokens as they are chosen: after each prefill chunk, then after every `steps` decode steps (one scan).
 
-    The state is donated from scan to scan. Closing the iterator ends the generation.
+    The state is donated from scan to scan. Closing the iterator ends the generation. Mistakes are found by the call.
 
     Args:
         model, prompts, options, progress: as for `generate`.
@@ -194,11 +212,16 @@ def stream(
     Raises: as `generate`.
     """
     run = Batch(model, prompts, options or Options())
-    finished = np.zeros(len(prompts), bool)
-    for chosen in run.prefill(progress):
-        yield _streamed(run, jax.tree.map(lambda x: x[None], chosen), finished)
-    while run.running:
-        yield _streamed(run, run.scan(steps), finished)
+    return _stream(run, whole_number("steps", steps, 1), progress)
+
+
+def _stream(run: Batch, steps: int, progress: Callable[[int, int], None] | None) -> Iterator[list[Streamed]]:
+    finished = np.zeros(len(run.prompts), bool)
+    with run.within_memory():
+        for chosen in run.prefill(progress):
+            yield _streamed(run, jax.tree.map(lambda x: x[None], chosen), finished)
+        while run.running:
+            yield _streamed(run, run.scan(steps), finished)
 
 
 def _streamed(run: Batch, chosen: Chosen, finished: np.ndarray) -> list[Streamed]:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.kernels.pytree import pytree
 
 _RULES = {
-    "temperature": (0.0, lambda x: x >= 0, "at least 0 (0 is greedy)"),
-    "top_k": (0, lambda x: x >= 0 and x == int(x), "a whole number from 0 on (0 keeps all)"),
+    "temperature": (0.0, lambda x: 0 <= x < 1e30, "at least 0 (0 is greedy), and finite"),
+    "top_k": (0, lambda x: 0 <= x < 2**31 and x.is_integer(), "a whole number from 0 to 2147483647 (0 keeps all)"),
     "top_p": (1.0, lambda x: 0 < x <= 1, "above 0 and at most 1 (1 keeps all)"),
     "min_p": (0.0, lambda x: 0 <= x <= 1, "from 0 to 1 (0 keeps all)"),
-    "repetition_penalty": (1.0, lambda x: x > 0, "above 0 (1 is none)"),
+    "repetition_penalty": (1.0, lambda x: 1e-30 < x < 1e30, "above 0 (1 is none), and finite"),
 }
 
 
@@ -40,7 +40,7 @@ class Sampling:
     repetition_penalty: Float32[Array, " seqs"]
 
 
-def sampling(num_seqs: int, **options: float | Sequence[float] | None) -> Sampling:
+def sampling(num_seqs: int, **options: float | Sequence[float] | np.ndarray | None) -> Sampling:
     """Build the sampling of `num_seqs` sequences from numbers for all or one number for each.
 
     Args:
@@ -53,7 +53,10 @@ def sampling(num_seqs: int, **options: float | Sequence[float] | None) -> Sampli
     fields = {}
     for name, (default, allowed, range_text) in _RULES.items():
         given = options.get(name)
-        values = np.asarray(default if given is None else given, np.float64)
+        try:
+            values = np.asarray(default if given is None else given, np.float64)
+        except (TypeError, ValueError, OverflowError):
+            raise InputError(f"{name} is {shown(given)}: give a number, or one for each sequence") from None
         if values.ndim > 1 or (values.ndim == 1 and values.shape != (num_seqs,)):
             raise InputError(f"{name} has {values.size} values for {num_seqs} sequences: give one, or one for each")
         for value in values.reshape(-1).tolist():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.spec import CacheSpec, pages_for
 
@@ -32,7 +33,7 @@ def cache_shapes(spec: CacheSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _bytes(array: jax.ShapeDtypeStruct) -> int:
-    return int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def cache_bytes(spec: CacheSpec) -> int:

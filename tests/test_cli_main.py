@@ -1,5 +1,6 @@
 """The `kvjax` command: versions, help, dispatch and errors."""
 
+import io
 import os
 import re
 import subprocess
@@ -16,7 +17,6 @@ from kvjax.errors import InputError
 @pytest.fixture
 def command(monkeypatch):
     """A function that puts another one in the place of `kvjax.cli.generate.main`."""
-    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
 
     def put(function):
         monkeypatch.setitem(sys.modules, "kvjax.cli.generate", types.SimpleNamespace(main=function))
@@ -65,12 +65,51 @@ def test_other_errors_keep_their_traceback(command):
         cli.main(["generate"])
 
 
-def test_interrupt(command):
-    def interrupt(argv):
+def during_import():
+    try:
         raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        raise ImportError("Encountered an error while initializing the extension.") from interrupt
 
-    command(interrupt)
-    assert cli.main(["generate"]) == 130
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt, 130, ""),
+        (during_import, 130, ""),
+        (BrokenPipeError, 141, ""),
+        (lambda: OSError(28, "No space left on device"), 2, "kvjax: error: [Errno 28] No space left on device: make"),
+    ],
+)
+def test_interrupts_and_refusals_of_the_system(command, capsys, error, code, line):
+    def fail(argv):
+        raise error()
+
+    command(fail)
+    assert cli.main(["generate"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == (code == 2)
+
+
+def test_an_output_without_unicode_shows_escapes(command, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    command(lambda argv: print("é") or 0)
+    assert cli.main(["generate"]) == 0 and out.buffer.getvalue() == b"\\xe9\n"
+
+
+@pytest.mark.parametrize(("target", "code", "lines"), [("/dev/full", 2, 1), ("a closed pipe", 141, 0)])
+def test_an_output_that_takes_nothing(target, code, lines):
+    if target == "/dev/full":
+        out = os.open(target, os.O_WRONLY)
+    else:
+        reader, out = os.pipe()
+        os.close(reader)
+    command = [Path(sys.executable).parent / "kvjax", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environment, text=True, check=False)
+    os.close(out)
+    assert (done.returncode, done.stderr.count("\n")) == (code, lines), done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"]])
@@ -91,7 +130,7 @@ def test_bad_cache_folder_is_one_line(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_script_and_command_are_the_same(name, tmp_path):
-    script = [sys.executable, Path(__file__).parent.parent / "scripts" / f"{name}.py"]
+    script = [sys.executable, Path(__file__).parent.parent / "scripts" / f"{name.replace('-', '_')}.py"]
     installed = [Path(sys.executable).parent / "kvjax", name]
     environment = {**os.environ, "KVJAX_CACHE": str(tmp_path)}
     outputs = [

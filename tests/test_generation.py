@@ -1,6 +1,7 @@
 """generate and stream on a tiny random model: equal to each other, to one by one, and to a loop by hand."""
 
 import dataclasses
+import types
 from typing import Any
 
 import chex
@@ -8,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.decoders import tiny_decoder
+from flax import nnx
+from helpers.decoders import tiny_decoder, unchecked_shapes
 
 import kvjax
-from kvjax.batch import Batch, Options, cache_spec
+from kvjax import batch
+from kvjax.batch import Batch, cache_spec
 from kvjax.decoding import decode_scan, decode_while, prefill_step
 from kvjax.models.decoder import Decoder
+from kvjax.options import Options
 
 PROMPTS = [[5, 9, 2], list(range(1, 40)), [7], list(range(3, 20))]
 
@@ -84,12 +88,17 @@ def test_stop_ids_end_a_sequence_and_are_its_last_token(model):
 
 
 def test_a_stop_function_ends_a_sequence(model):
-    result = kvjax.generate(
-        model, PROMPTS, Options(max_new_tokens=60), stop=lambda sequence, ids: sequence == 1 and len(ids) >= 5
-    )
-    reasons = [sequence.finish_reason for sequence in result.sequences]
-    assert reasons == ["length", "stop", "length", "length"]
-    assert 5 <= len(result.sequences[1].token_ids) < 60
+    for keep in (1, 5, 30):
+        result = kvjax.generate(
+            model,
+            PROMPTS,
+            Options(max_new_tokens=60, logprobs=0),
+            stop=lambda sequence, ids, keep=keep: keep if sequence == 1 and len(ids) >= keep else None,
+        )
+        reasons = [sequence.finish_reason for sequence in result.sequences]
+        assert reasons == ["length", "stop", "length", "length"]
+        stopped = result.sequences[1]
+        assert stopped.logprobs is not None and len(stopped.token_ids) == len(stopped.logprobs) == keep
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_others(model):
@@ -175,20 +184,92 @@ def test_state_keeps_its_structure_from_step_to_step(model):
     [
         ([], {}, "no prompt was given"),
         ([[1], []], {}, "prompt 1 is empty"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 is too small"),
+        ("hello", {}, "prompts is 'hello': give a list"),
+        (["hello"], {}, "prompt 0 is 'hello': give a list"),
+        ([5, 9], {}, "prompt 0 is 5: give a list"),
+        (np.array([5, 9]), {}, "prompt 0 is 5: give a list"),
+        (None, {}, "prompts is None"),
+        ([[1], [2, 61]], {}, "token 1 of prompt 1 is 61: it must be a whole number from 0 to 60"),
+        ([[-1]], {}, "token 0 of prompt 0 is -1"),
+        ([[1.0]], {}, "token 0 of prompt 0 is 1.0"),
+        ([np.array([1.0])], {}, "token 0 of prompt 0 is 1.0"),
+        ([[True]], {}, "token 0 of prompt 0 is True"),
+        ([[[1]]], {}, r"token 0 of prompt 0 is \[1\]"),
+        ([[10**5000]], {}, "a number of thousands of digits"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
+        ([[1]], {"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+        ([[1]], {"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
         ([[1]], {"max_new_tokens": [1, 2]}, "max_new_tokens has 2 values for 1 prompts"),
-        ([[1]], {"logprobs": -1}, "logprobs -1 is negative"),
-        ([[1]], {"chunk_size": 0}, "chunk_size 0 is too small"),
+        ([[1]], {"max_new_tokens": 2**30}, "the cache and the results would take .* bytes .*lower max_new_tokens"),
+        ([[1]], {"num_pages": 10**9, "page_size": 80_000_000}, "would take .* bytes .*num_pages or page_size"),
+        ([[1]], {"stop_ids": 5}, "stop_ids is 5: give a list"),
+        ([[1]], {"stop_ids": [61]}, "token 0 of stop_ids is 61"),
+        ([[1]], {"logprobs": -1}, "logprobs is -1"),
+        ([[1]], {"logprobs": 62}, "logprobs is 62: it must be a whole number from 0 to 61"),
+        ([[1]], {"seed": 2**63}, "seed is 9223372036854775808"),
+        ([[1]], {"chunk_size": 0}, "chunk_size is 0"),
         ([[1]], {"page_size": 12}, "page_size 12"),
+        ([[1]], {"page_size": None}, "page_size is None"),
         ([[1]], {"format": "int3"}, "format 'int3'"),
+        ([[1]], {"format": 3}, "format is 3"),
         ([[1]], {"num_pages": 2}, "num_pages 2 cannot hold one sequence"),
         ([[1] * 100], {"num_pages": 9}, "a prompt of 100 tokens is longer than the cache"),
         ([[1]], {"temperature": -1.0}, "temperature -1"),
+        ([[1]], {"temperature": "hot"}, "temperature is 'hot': give a number"),
     ],
 )
 def test_bad_requests_are_refused(model, prompts, options, words):
-    with pytest.raises(kvjax.InputError, match=words):
+    with unchecked_shapes(), pytest.raises(kvjax.InputError, match=words):
         kvjax.generate(model, prompts, Options(**options))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_steps_are_refused_by_the_call(model, steps):
+    with unchecked_shapes(), pytest.raises(kvjax.InputError, match=f"steps is {steps}"):
+        kvjax.stream(model, PROMPTS, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        ((5, 9, 2), (7, 1, 4)),
+        [np.array([5, 9, 2], np.uint8), jnp.array([7, 1, 4])],
+        np.array([[5, 9, 2], [7, 1, 4]]),
+        jnp.array([[5, 9, 2], [7, 1, 4]]),
+    ],
+)
+def test_integers_of_any_kind_are_taken(model, prompts):
+    expected = tokens(kvjax.generate(model, [[5, 9, 2], [7, 1, 4]], Options(max_new_tokens=[3, 4])))
+    numbers: dict[str, Any] = dict(seed=np.int64(1), page_size=np.int32(16), stop_ids=np.array([60]))
+    with unchecked_shapes():
+        assert tokens(kvjax.generate(model, prompts, Options(max_new_tokens=np.array([3, 4]), **numbers))) == expected
+
+
+def test_a_loaded_model_stops_at_its_end_of_text(model):
+    free = tokens(kvjax.generate(model, PROMPTS, Options(max_new_tokens=12)))[1]
+    tokenizer = types.SimpleNamespace(eos_ids=(free[4],))
+    with unchecked_shapes():
+        loaded = kvjax.LanguageModel(name="tiny", decoder=model, config=model.config, tokenizer=tokenizer)  # pyright: ignore
+        for options, expected in [(None, free[: free.index(free[4]) + 1]), ([], free)]:
+            result = kvjax.generate(loaded, PROMPTS, Options(max_new_tokens=12, stop_ids=options))
+            assert tokens(result)[1] == expected
+            assert streamed(loaded, PROMPTS, Options(max_new_tokens=12, stop_ids=options))[0][1] == expected
+
+
+@pytest.mark.parametrize("given", ["smollm2-135m", None, nnx.Dict()])
+def test_other_models_are_refused(given):
+    with unchecked_shapes(), pytest.raises(kvjax.InputError, match="give what kvjax.load returns"):
+        kvjax.generate(given, PROMPTS)
+
+
+def test_memory_that_runs_out_is_one_line(model, monkeypatch):
+    def fail(*given, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr(batch, "prefill_step", fail)
+    with pytest.raises(kvjax.InputError, match="bytes .* and the memory ran out: lower max_new_tokens"):
+        kvjax.generate(model, PROMPTS)
 
 
 def test_spec_respects_windows(model):

@@ -37,6 +37,7 @@ FLOORS = {
     "kvjax.generation": 3,
     "kvjax.batch": 3,
     "kvjax.decoding": 3,
+    "kvjax.options": 3,
     "kvjax.sampling": 3,
     "kvjax.models": 3,
     "kvjax.engine": 4,

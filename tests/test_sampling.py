@@ -91,6 +91,10 @@ def test_log_probabilities_are_those_of_the_model():
         ({"repetition_penalty": 0.0}, "repetition_penalty 0 is out of range"),
         ({"temperature": float("nan")}, "temperature nan is out of range"),
         ({"temperature": [0.0, 1.0, 2.0]}, "temperature has 3 values for 2 sequences"),
+        ({"top_k": float("inf")}, "top_k inf is out of range"),
+        ({"top_k": 1.5}, "top_k 1.5 is out of range"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty inf is out of range"),
+        ({"temperature": float("inf")}, "temperature inf is out of range"),
         ({"heat": 1.0}, "unknown sampling option 'heat'"),
     ],
 )

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.batch import Batch, Options
+from kvjax.batch import Batch
 from kvjax.benchmarks.measure import Notify, cores, interleaved, ratio, row
 from kvjax.benchmarks.peers import MODELS, Peer, random_prompts
 from kvjax.generation import generate
 from kvjax.models.decoder import Decoder
+from kvjax.options import Options
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 128

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from kvjax.cli import arguments
+from kvjax.cli.prompts import Request, add_prompts, read_requests, refuse_half_characters
+from kvjax.cli.text import StoppedText
 from kvjax.errors import InputError
 
 
@@ -22,10 +22,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Without --prompt and --prompts-file the prompt is read from standard input. " + arguments.cache_note(),
     )
     arguments.add_model(parser)
-    text = parser.add_argument_group("prompts")
-    text.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
-    text.add_argument("--prompts-file", type=Path, help='JSON lines: {"prompt": str, "max_new_tokens"?: int}')
-    text.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    add_prompts(parser)
     arguments.add_sampling(parser)
     arguments.add_cache(parser)
     output = parser.add_argument_group("output")
@@ -34,19 +31,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt and how much to generate for it."""
-
-    prompt: str
-    max_new_tokens: int
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code. Raises InputError for mistakes of the user's."""
     args = parser().parse_args(argv)
-    if args.stream and args.json:
-        raise InputError("--stream and --json exclude each other: choose one")
+    _refuse_contradictions(args)
     requests = read_requests(args)
     sampling = arguments.sampling_options(args, len(requests))
 
@@ -59,54 +47,24 @@ def main(argv: list[str] | None = None) -> int:
         max_new_tokens=[request.max_new_tokens for request in requests],
         **sampling,
         seed=args.seed,
-        stop_ids=model.tokenizer.eos_ids,
         logprobs=args.logprobs,
         **arguments.cache_options(args),
     )
+    _warn_beyond_training(model, prompts, requests)
+    arguments.progress("compiling (about half a minute where sizes or options are new), then generating")
     run = _stream if args.stream else _generate
     return run(args, model, requests, prompts, options)
 
 
-def read_requests(args: argparse.Namespace) -> list[Request]:
-    """Return the prompts of the flags, of the file, or of standard input."""
-    if args.max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {args.max_new_tokens} is too small: it must be at least 1")
-    requests = [Request(prompt, args.max_new_tokens) for prompt in args.prompt]
-    if args.prompts_file:
-        requests += _read_file(args.prompts_file, args.max_new_tokens)
-    if not args.prompt and not args.prompts_file:
-        requests = [Request(sys.stdin.read().rstrip("\n"), args.max_new_tokens)]
-    if not requests:
-        raise InputError(f"{args.prompts_file} holds no prompt: give at least one line")
-    for number, request in enumerate(requests):
-        if not request.prompt:
-            raise InputError(f"prompt {number + 1} is empty: give some text")
-    return requests
-
-
-def _read_file(path: Path, default: int) -> list[Request]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read --prompts-file {path}: {error}") from None
-    requests = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f'{where} is no JSON ({error}): write {{"prompt": "…"}}') from None
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise InputError(f'{where} has no text under "prompt": write {{"prompt": "…"}}')
-        if unknown := set(entry) - {"prompt", "max_new_tokens"}:
-            raise InputError(f"{where} has the unknown key {sorted(unknown)[0]!r}: use prompt and max_new_tokens")
-        most = entry.get("max_new_tokens", default)
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise InputError(f"{where}: max_new_tokens {most!r} must be a whole number from 1 on")
-        requests.append(Request(entry["prompt"], most))
-    return requests
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    if args.stream and args.json:
+        raise InputError("--stream and --json exclude each other: choose one")
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs are printed as JSON only: add --json")
+    for stop in args.stop:
+        if not stop:
+            raise InputError("--stop is empty: give the text that ends the generation")
+        refuse_half_characters("--stop", stop)
 
 
 def _tokens(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
@@ -117,21 +75,37 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return tokenizer.encode(text, add_bos=False)
 
 
+def _warn_beyond_training(model: Any, prompts: list[list[int]], requests: list[Request]) -> None:
+    tokens, number = max((len(p) + r.max_new_tokens, i) for i, (p, r) in enumerate(zip(prompts, requests, strict=True)))
+    if tokens > model.config.max_position:
+        arguments.progress(
+            f"warning: prompt {number + 1} and its new tokens come to {tokens} tokens, and {model.name} was trained on "
+            f"{model.config.max_position}: text beyond them may make no sense"
+        )
+
+
 def _generate(args, model, requests: list[Request], prompts, options) -> int:
     import kvjax
 
-    stops = StopTexts(model.tokenizer, args.stop)
-    result = kvjax.generate(
-        model.decoder, prompts, options, progress=arguments.prefill_progress(), stop=stops.found if args.stop else None
-    )
-    texts = [stops.text(sequence.token_ids) for sequence in result.sequences]
+    texts = [StoppedText(model.tokenizer, args.stop) for _ in requests]
+
+    def stop(sequence: int, token_ids: list[int]) -> int | None:
+        text = texts[sequence]
+        text.push(token_ids[text.count :], last=False)
+        return text.count if text.stopped else None
+
+    progress = arguments.prefill_progress()
+    result = kvjax.generate(model, prompts, options, progress=progress, stop=stop if args.stop else None)
+    for text, sequence in zip(texts, result.sequences, strict=True):
+        text.push(sequence.token_ids[text.count :], last=True)
     if args.json:
-        entries = [_entry(model, result, number, text) for number, text in enumerate(texts)]
-        print(json.dumps(entries[0] if len(entries) == 1 else entries, ensure_ascii=False))
+        entries = [_entry(model, result, number, text.text) for number, text in enumerate(texts)]
+        plain = (getattr(sys.stdout, "encoding", None) or "").lower() not in ("utf-8", "utf8")
+        print(json.dumps(entries[0] if len(entries) == 1 else entries, ensure_ascii=plain))
         return 0
     for request, text, sequence in zip(requests, texts, result.sequences, strict=True):
-        print(f"{request.prompt}{text}" if not args.chat else text)
-        print(f"  [{sequence.finish_reason}, {len(sequence.token_ids)} tokens]\n")
+        print(text.text if args.chat else f"{request.prompt}{text.text}")
+        print(f"  {_ending(sequence.finish_reason, len(sequence.token_ids))}\n")
     cache = result.cache_facts()
     print(
         f"{result.decode_tokens_per_s:.1f} tokens/s, first token after {result.ttft_s:.2f} s; "
@@ -139,6 +113,11 @@ def _generate(args, model, requests: list[Request], prompts, options) -> int:
         f"{cache['bytes_used_peak'] / 1e6:.1f} of {cache['bytes_total'] / 1e6:.1f} MB"
     )
     return 0
+
+
+def _ending(reason: str | None, count: int) -> str:
+    hint = ": raise --num-pages" if reason == "out_of_pages" else ""
+    return f"[{reason}, {count} tokens{hint}]"
 
 
 def _entry(model, result, number: int, text: str) -> dict[str, Any]:
@@ -150,6 +129,7 @@ def _entry(model, result, number: int, text: str) -> dict[str, Any]:
         generated_tokens=len(sequence.token_ids),
         finish_reason=sequence.finish_reason,
         ttft_s=result.ttft_s,
+        compile_s=result.compile_s,
         decode_tokens_per_s=result.decode_tokens_per_s,
         cache=result.cache_facts(),
     )
@@ -167,62 +147,30 @@ def _entry(model, result, number: int, text: str) -> dict[str, Any]:
     return entry
 
 
-class StopTexts:
-    """Finds texts that end a generation, and cuts them off."""
-
-    def __init__(self, tokenizer: Any, stops: list[str]):
-        self._tokenizer, self._stops = tokenizer, stops
-
-    def found(self, sequence: int, token_ids: list[int]) -> bool:
-        """Return whether the text of a sequence holds a stop text."""
-        text = self._tokenizer.decode(token_ids)
-        return any(stop in text for stop in self._stops)
-
-    def text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens up to the first stop text."""
-        text = self._tokenizer.decode(token_ids)
-        ends = [text.find(stop) for stop in self._stops if stop in text]
-        return text[: min(ends)] if ends else text
-
-
 def _stream(args, model, requests: list[Request], prompts, options) -> int:
     import kvjax
 
-    began, count = time.perf_counter(), 0
-    printers = [_Printer(model.tokenizer, args.stop) for _ in requests]
+    began = time.perf_counter()
+    texts = [StoppedText(model.tokenizer, args.stop) for _ in requests]
+    reasons: list[str | None] = [None] * len(requests)
     several = len(requests) > 1
-    if not several and not args.chat:
-        print(requests[0].prompt, end="", flush=True)
-    for events in kvjax.stream(model.decoder, prompts, options, progress=arguments.prefill_progress()):
+    # The prompt is shown with the first of the text: lines of progress come before, on the same terminal.
+    before = "" if several or args.chat else requests[0].prompt
+    for events in kvjax.stream(model, prompts, options, progress=arguments.prefill_progress()):
         for event in events:
-            text = printers[event.sequence].push(event.token_ids, last=event.finish_reason is not None)
-            count += len(event.token_ids)
-            if text:
-                print(f"[{event.sequence + 1}] {text!r}" if several else text, end="\n" if several else "", flush=True)
-        if all(printer.ended for printer in printers):
+            text = texts[event.sequence]
+            piece = before + text.push(event.token_ids, last=event.finish_reason is not None)
+            before = ""
+            if piece:
+                line = f"[{event.sequence + 1}] {piece!r}"
+                print(line if several else piece, end="\n" if several else "", flush=True)
+            if reasons[event.sequence] is None:
+                reasons[event.sequence] = "stop" if text.stopped else event.finish_reason
+        if None not in reasons:
             break
-    seconds = time.perf_counter() - began
-    print(f"\n{count} tokens in {seconds:.1f} s", file=sys.stderr)
+    if not several:
+        print(flush=True)
+    for number, (reason, text) in enumerate(zip(reasons, texts, strict=True), 1):
+        arguments.progress((f"[{number}] " if several else "") + _ending(reason, text.count))
+    arguments.progress(f"{sum(text.count for text in texts)} tokens in {time.perf_counter() - began:.1f} s")
     return 0
-
-
-class _Printer:
-    """Text of a stream of tokens, held back while it may be the beginning of a stop text."""
-
-    def __init__(self, tokenizer: Any, stops: list[str]):
-        self._stream, self._stops = tokenizer.decode_stream(), stops
-        self._held = ""
-        self.ended = False
-
-    def push(self, token_ids: list[int], *, last: bool) -> str:
-        """Return the text that can be shown now."""
-        if self.ended:
-            return ""
-        self._held += "".join(self._stream.push(token) for token in token_ids) + (self._stream.finish() if last else "")
-        ends = [self._held.find(stop) for stop in self._stops if stop in self._held]
-        if ends or last:
-            self.ended = True
-            return self._held[: min(ends)] if ends else self._held
-        keep = max((n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.batch import Options
 from kvjax.cache import init_cache
 from kvjax.evaluation import train_small
 from kvjax.evaluation.small_task import Tag, documents, score
@@ -18,6 +17,7 @@ from kvjax.generation import generate
 from kvjax.invariants import check
 from kvjax.models.decoder import Decoder
 from kvjax.models.registry import find, load_weights, read_config
+from kvjax.options import Options
 from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
 

@@ -14,9 +14,10 @@ from flax import nnx
 from helpers.decoders import tiny_decoder, unchecked_shapes
 
 from kvjax import sizes
-from kvjax.batch import Batch, Options
+from kvjax.batch import Batch
 from kvjax.cache import init_cache
 from kvjax.decoding import Chosen, decode_scan, decode_while, prefill_step
+from kvjax.options import Options
 from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
 
