@@ -104,7 +104,9 @@ def paged_attention(
 
 def _tile_rows(q, tiles, kv_heads: int, num_rows: int):
     """[tokens, heads, head_dim] -> [tiles, kv_heads, rows, head_dim]: a row is a token and one of its query heads."""
-    tiled = q[tiles.places].reshape(*tiles.places.shape, kv_heads, -1, q.shape[-1]).swapaxes(1, 2)
+    # Tiles of one token are the tokens in order.
+    tokens = q[:, None] if tiles.places.shape[1] == 1 else q[tiles.places]
+    tiled = tokens.reshape(*tiles.places.shape, kv_heads, -1, q.shape[-1]).swapaxes(1, 2)
     tiled = tiled.reshape(tiled.shape[0], kv_heads, -1, q.shape[-1])
     return jnp.pad(tiled, ((0, 0), (0, 0), (0, num_rows - tiled.shape[2]), (0, 0)))
 
@@ -121,5 +123,7 @@ def _untile_rows(attended, tiles, shape: tuple[int, ...]):
     attended = attended[:, :, : tile_tokens * heads].reshape(kv_heads, num_tiles, tile_tokens, heads, head_dim)
     attended = attended.transpose(1, 2, 0, 3, 4).reshape(-1, *shape[1:])
     is_token = jnp.arange(tile_tokens, dtype=jnp.int32)[None] < tiles.tokens[:, None]
+    if tile_tokens == 1:
+        return jnp.where(is_token[..., None], attended, 0)
     places = jnp.where(is_token, tiles.places, shape[0]).reshape(-1)
     return jnp.zeros(shape, attended.dtype).at[places].set(attended, mode="drop")
