@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
+from kvjax.models import fields
 from kvjax.models.config import Activation, DecoderConfig, hashable, head_size
+from kvjax.rotary import SCALINGS
 
 # What transformers assumes for a key that config.json leaves out.
 _LLAMA = dict(
@@ -54,12 +56,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }
 _ALIASES = {"gemma3_text": "gemma3"}
-_ACTIVATIONS: dict[Any, Activation] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }
+# More layers than any model has; a list of them is made before the weights are seen.
+_MOST_LAYERS = 10_000
 _REFUSED = ("attention_bias", "mlp_bias", "use_bidirectional_attention")
 
 
@@ -79,68 +83,75 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         if values.get(key):
             raise InputError(f"{key}={values[key]!r} is not supported for {family} models: use a checkpoint without it")
     gemma = family.startswith("gemma")
-    heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
-    head_dim = _integer(values, "head_dim") if values.get("head_dim") else head_size(hidden, heads)
-    activation = values.get("hidden_activation") or values.get("hidden_act")
-    if activation not in _ACTIVATIONS:
-        raise InputError(f"activation {activation!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
+    heads, hidden = fields.integer(values, "num_attention_heads"), fields.integer(values, "hidden_size")
+    head_dim = _or(values, "head_dim", None) or head_size(hidden, heads)
+    activation = fields.choice(
+        values, "hidden_activation" if values.get("hidden_activation") else "hidden_act", _ACTIVATIONS
+    )
+    bos = fields.token_ids(values, "bos_token_id")
     return DecoderConfig(
         model_type=family,
-        vocab_size=_integer(values, "vocab_size"),
+        vocab_size=fields.integer(values, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(values, "intermediate_size"),
-        num_layers=_integer(values, "num_hidden_layers"),
+        intermediate_size=fields.integer(values, "intermediate_size"),
+        num_layers=fields.integer(values, "num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
-        num_kv_heads=_integer(values, "num_key_value_heads") if values.get("num_key_value_heads") else heads,
+        num_kv_heads=_or(values, "num_key_value_heads", heads),
         head_dim=head_dim,
-        norm_eps=float(values["rms_norm_eps"]),
+        norm_eps=fields.number(values, "rms_norm_eps"),
         activation=_ACTIVATIONS[activation],
-        tie_word_embeddings=bool(values["tie_word_embeddings"]),
+        tie_word_embeddings=fields.flag(values, "tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "gemma3"),
         post_norms=gemma,
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        attention_scale=float(values["query_pre_attn_scalar"] if gemma else head_dim) ** -0.5,
-        attention_soft_cap=values.get("attn_logit_softcapping") if gemma else None,
-        final_soft_cap=values.get("final_logit_softcapping") if gemma else None,
+        attention_scale=(fields.number(values, "query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
+        attention_soft_cap=_soft_cap(values, "attn_logit_softcapping") if gemma else None,
+        final_soft_cap=_soft_cap(values, "final_logit_softcapping") if gemma else None,
         windows=_windows(family, values),
-        max_position=_integer(values, "max_position_embeddings"),
-        bos_id=values.get("bos_token_id"),
-        eos_ids=_eos_ids(values, generation or {}),
+        max_position=fields.integer(values, "max_position_embeddings"),
+        bos_id=bos[0] if bos else None,
+        eos_ids=tuple(
+            dict.fromkeys(fields.token_ids(values, "eos_token_id") + fields.token_ids(generation or {}, "eos_token_id"))
+        ),
         **_rope(family, values),
     )
 
 
 def _family_and_values(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    inner = config.get("text_config") or {}
-    merged = {key: value for key, value in config.items() if key != "text_config"} | dict(inner)
-    name = merged.get("model_type")
-    family = _ALIASES.get(str(name), name)
-    if family not in _DEFAULTS:
-        raise InputError(f"model_type {name!r} is not supported: use one of {', '.join(_DEFAULTS)}")
-    return family, _DEFAULTS[family] | merged
+    values = {key: value for key, value in config.items() if key != "text_config"}
+    values |= fields.mapping(config, "text_config")
+    if values.get("model_type") in list(_ALIASES):
+        values["model_type"] = _ALIASES[values["model_type"]]
+    family = fields.choice(values, "model_type", _DEFAULTS)
+    return family, _DEFAULTS[family] | values
 
 
-def _integer(values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{key} is {value!r} in the model's configuration: it must be an integer above 0")
-    return value
+def _or(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if values.get(key) is None else fields.integer(values, key)
+
+
+def _soft_cap(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else fields.number(values, key)
 
 
 def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    layers, window = _integer(values, "num_hidden_layers"), values.get("sliding_window")
+    layers = fields.integer(values, "num_hidden_layers", most=_MOST_LAYERS)
+    window = _or(values, "sliding_window", None)
     if family == "llama":
         return (None,) * layers
     if family == "mistral":
         return (window,) * layers
     kinds = values.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise InputError(f"layer_types is {shown(kinds)}: it must be a list with a word for each layer")
     if family.startswith("qwen"):
-        window = window if values["use_sliding_window"] else None
-        first = layers if window is None else values["max_window_layers"]
+        window = window if fields.flag(values, "use_sliding_window") else None
+        first = layers if window is None else fields.integer(values, "max_window_layers", 0)
         kinds = kinds or ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     else:
-        pattern = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
+        key = "_sliding_window_pattern" if values.get("_sliding_window_pattern") else "sliding_window_pattern"
+        pattern = fields.integer(values, key)
         kinds = kinds or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown:
@@ -152,30 +163,46 @@ def _windows(family: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _rope(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary fields, from `rope_parameters` (flat, or nested by layer type) or the older keys."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    local: Mapping[str, Any] = given.get("sliding_attention") or {}
-    distant = dict(given.get("full_attention") or {} if given.keys() & _LAYER_KINDS else given)
-    theta = distant.pop("rope_theta", None) or values["rope_theta"]
-    factor = distant.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
-    fields = dict(rope_theta=float(theta), partial_rotary_factor=float(factor))
+    given = fields.mapping(values, "rope_parameters") or fields.mapping(values, "rope_scaling")
+    local = fields.mapping(given, "sliding_attention")
+    distant = fields.mapping(given, "full_attention") if given.keys() & _LAYER_KINDS else given
+    theta = _taken(distant, values, "rope_theta")
+    factor = _taken(distant, values, "partial_rotary_factor")
+    found = dict(rope_theta=fields.number(theta, "rope_theta", above=1.0), partial_rotary_factor=1.0)
+    if factor["partial_rotary_factor"] is not None:
+        found["partial_rotary_factor"] = fields.number(factor, "partial_rotary_factor", most=1.0)
     if family == "gemma3":
-        fields["rope_local_theta"] = float(local.get("rope_theta") or values["rope_local_base_freq"])
+        stated = local.get("rope_theta") is not None
+        source, key = (local, "rope_theta") if stated else (values, "rope_local_base_freq")
+        found["rope_local_theta"] = fields.number(source, key, above=1.0)
     if hashable({key: local[key] for key in local if key in ("type", "rope_type")}):
         raise InputError("rope scaling of sliding_attention layers is not supported: use rope_type 'default' there")
-    name = distant.get("rope_type", distant.get("type", "default"))
-    if name in ("llama3", "yarn"):
-        context = values.get("original_max_position_embeddings") or distant.get("original_max_position_embeddings")
-        distant["original_max_position_embeddings"] = context or values["max_position_embeddings"]
+    _check_scaling(distant)
+    if distant.get("rope_type", distant.get("type")) in ("llama3", "yarn"):
+        context = "original_max_position_embeddings"
+        length = values.get(context) or distant.get(context) or values["max_position_embeddings"]
+        distant[context] = fields.integer({context: length}, context)
         if distant.get("factor") is None:
-            distant["factor"] = values["max_position_embeddings"] / distant["original_max_position_embeddings"]
-    return fields | dict(rope_scaling=hashable(distant))
+            distant["factor"] = fields.integer(values, "max_position_embeddings") / distant[context]
+    return found | dict(rope_scaling=hashable(distant))
 
 
 _LAYER_KINDS = {"sliding_attention", "full_attention"}
 
 
-def _eos_ids(values: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    found: list[int] = []
-    for given in (values.get("eos_token_id"), generation.get("eos_token_id")):
-        found += [] if given is None else [given] if isinstance(given, int) else list(given)
-    return tuple(dict.fromkeys(found))
+def _taken(scaling: dict[str, Any], values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Take a key out of the rotary fields; where it is not there, the configuration's own."""
+    value = scaling.pop(key, None)
+    return {key: values.get(key) if value is None else value}
+
+
+def _check_scaling(scaling: Mapping[str, Any]) -> None:
+    for key, value in scaling.items():
+        if value is None or (isinstance(value, bool) and key == "truncate"):
+            continue
+        if key in ("type", "rope_type"):
+            fields.choice(scaling, key, SCALINGS)
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if item != 0:  # what zero means is each scaling's own
+                fields.number({key: item}, key)

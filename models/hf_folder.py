@@ -82,6 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror}): the folder needs it") from None
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply: download it again") from None
     except ValueError as error:
         raise InputError(f"{path} is no valid JSON ({_line(error)}): download it again") from None
     if not isinstance(value, dict):

@@ -108,7 +108,8 @@ class Tokenizer:
 class DecodeStream:
     """Turns tokens into text one by one, and never lets out half a character.
 
-    The pieces joined are the text that `Tokenizer.decode` gives for all tokens together.
+    The pieces joined are the text that `Tokenizer.decode` gives for all tokens together, with one exception: where byte
+    tokens of SentencePiece are no UTF-8, `decode` replaces all of the run, whose valid beginning the stream has shown.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

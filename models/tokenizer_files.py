@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.models.config_gguf import eos_ids
 from kvjax.models.hf_folder import read_json
 from kvjax.models.optional import require
@@ -87,7 +87,7 @@ def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         bos_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_ids=eos_ids(fields),
         add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", begins)),
-        chat_template=fields.get("tokenizer.chat_template"),
+        chat_template=_template("tokenizer.chat_template", fields.get("tokenizer.chat_template")),
     )
 
 
@@ -166,8 +166,18 @@ def _token_id(backend: Any, token: Any) -> int | None:
 def _folder_template(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {file} ({error}): download it again") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
+    return _template("chat_template", template)
+
+
+def _template(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{name} is {shown(value)}: it must be a text; download the tokenizer again")
+    return value

@@ -198,7 +198,7 @@ def test_missing_and_damaged_files_of_a_folder(llama_folder, tmp_path):
     index.unlink()
     with pytest.raises(InputError, match="neither model.safetensors nor"):
         HfFolder(path)
-    for content, message in (("{", "no valid JSON"), ("[]", "not a JSON object")):
+    for content, message in (("{", "no valid JSON"), ("[]", "not a JSON object"), ("[" * 100_000, "nested too")):
         (path / "config.json").write_text(content)
         with pytest.raises(InputError, match=message):
             HfFolder(path)

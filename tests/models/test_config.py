@@ -144,7 +144,35 @@ def test_ids_of_the_generation_config_are_added():
     "changes, message",
     [
         (dict(model_type="mamba"), "'mamba' is not supported: use one of llama, mistral"),
-        (dict(hidden_act="relu2"), "activation 'relu2'"),
+        (dict(model_type=["llama"]), r"model_type \['llama'\] is not supported"),
+        (dict(model_type={}), "model_type {} is not supported"),
+        (dict(hidden_act="relu2"), "hidden_act 'relu2'"),
+        (dict(hidden_act=["silu"]), r"hidden_act \['silu'\]"),
+        (dict(hidden_activation={"a": 1}), "hidden_activation {'a': 1}"),
+        (dict(text_config=3), "text_config is 3"),
+        (dict(num_hidden_layers=10**30), "num_hidden_layers is 1000.* from 1 to 10000"),
+        (dict(head_dim="x"), "head_dim is 'x'"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
+        (dict(eos_token_id=1.5), "eos_token_id is 1.5"),
+        (dict(eos_token_id=[1, "x"]), "eos_token_id is 'x'"),
+        (dict(bos_token_id="x"), "bos_token_id is 'x'"),
+        (dict(bos_token_id=-1), "bos_token_id is -1"),
+        (dict(rope_theta=0.5), "rope_theta is 0.5 .*above 1"),
+        (dict(partial_rotary_factor="x"), "partial_rotary_factor is 'x'"),
+        (dict(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5 .*at most 1"),
+        (dict(partial_rotary_factor=0), "partial_rotary_factor is 0"),
+        (dict(rope_parameters=dict(rope_theta="x")), "rope_theta is 'x'"),
+        (dict(rope_scaling=dict(rope_type=["yarn"])), r"rope_type \['yarn'\]"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0, beta_fast="x")), "beta_fast is 'x'"),
+        (dict(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings="x")), "original_max_pos.* is 'x'"),
+        (dict(model_type="mistral", sliding_window="x"), "sliding_window is 'x'"),
+        (dict(model_type="mistral", sliding_window=-3), "sliding_window is -3"),
+        (dict(model_type="qwen3", layer_types=3), "layer_types is 3"),
+        (dict(model_type="qwen3", layer_types=[[]] * 6), "layer_types is"),
+        (dict(model_type="gemma2", query_pre_attn_scalar="x"), "query_pre_attn_scalar is 'x'"),
+        (dict(model_type="gemma2", attn_logit_softcapping=-1), "attn_logit_softcapping is -1"),
+        (dict(model_type="gemma3", rope_local_base_freq=[]), r"rope_local_base_freq is \[\]"),
+        (dict(model_type="gemma3", rope_parameters=dict(full_attention=3)), "full_attention is 3"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(num_key_value_heads=3), "wrong head counts.*4 query heads are no multiple of 3"),
         (dict(num_attention_heads=5, num_key_value_heads=5), "wrong head counts.*5 heads do not divide"),
@@ -160,6 +188,25 @@ def test_ids_of_the_generation_config_are_added():
 def test_bad_input(changes, message):
     with pytest.raises(InputError, match=message):
         from_hf(SIZES | dict(model_type="llama") | changes)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+@pytest.mark.parametrize("value", [None, "x", [], float("nan"), float("inf"), -1, 0, True, 10**400], ids=str)
+def test_numbers_that_are_none(key, value):
+    with pytest.raises(InputError, match=f"^{key} is "):
+        hf("llama", **{key: value})
+
+
+@pytest.mark.parametrize("value", [1, "linear", True, [2]])
+def test_scaling_that_is_no_object(value):
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(InputError, match=f"^{key} is .*: it must be an object"):
+            hf("llama", **{key: value})
+
+
+def test_scaling_without_its_factor():
+    with pytest.raises(InputError, match="needs the value 'factor'"):
+        rotary(hf("llama", rope_scaling=dict(type="linear")))
 
 
 def gguf_fields(arch, **changes):

@@ -125,6 +125,12 @@ def test_stream_of_any_tokens_equals_decode(tiny):
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+def test_stream_keeps_the_valid_beginning_of_bytes_that_are_no_text():
+    tokenizer = from_gguf(sentencepiece_fields())
+    ids = [12 + 0x61, 12 + 0xB2]
+    assert tokenizer.decode(ids) == "\ufffd\ufffd" and stream(tokenizer, ids) == ["a", "", "\ufffd"]
+
+
 def test_stream_gives_up_on_bytes_that_never_become_text(tiny):
     tokenizer = tiny()
     continuation = tokenizer.encode("é", add_bos=False)[-1]
@@ -204,6 +210,15 @@ def test_folder(tiny, tmp_path):
     assert tokenizer.apply_chat_template([]) == "y" and not tokenizer.add_bos and tokenizer.bos_id is None
     (tmp_path / "chat_template.jinja").write_text("z")
     assert from_folder(tmp_path).apply_chat_template([]) == "z"
+
+
+@pytest.mark.parametrize("template", [3, {"a": "b"}, [{"name": "default", "template": 3}]])
+def test_chat_templates_that_are_no_text(tiny, tmp_path, template):
+    with pytest.raises(InputError, match="chat_template is .*it must be a text"):
+        from_folder(save_folder(tmp_path, tiny(), chat_template=template))
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match="cannot read .*chat_template.jinja"):
+        from_folder(tmp_path)
 
 
 def test_folder_whose_post_processor_adds_bos(tiny, tmp_path):
