@@ -22,9 +22,10 @@ def integer(values: Values, key: str, least: int = 1, most: int = 2**31 - 1) -> 
 
 def number(values: Values, key: str, *, above: float = 0.0, most: float = math.inf) -> float:
     """A finite number above `above`, `most` at most."""
-    value = values.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not above < value <= most or abs(value) > 1e300:
+    value: Any = values.get(key)
+    # A whole number may be too large for a float.
+    in_range = isinstance(value, int | float) and above < value <= min(most, 1e300)
+    if isinstance(value, bool) or not in_range:
         limit = "" if most == math.inf else f" and at most {most:g}"
         raise _wrong(key, value, f"a number above {above:g}{limit}")
     return float(value)
