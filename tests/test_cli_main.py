@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -65,18 +66,20 @@ def test_other_errors_keep_their_traceback(command):
         cli.main(["generate"])
 
 
-def during_import():
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt as interrupt:
-        raise ImportError("Encountered an error while initializing the extension.") from interrupt
+def test_an_interrupt_ends_the_process_at_once():
+    program = "import sys; from kvjax.cli import main as m; m._run = lambda _: input('>'); sys.exit(m.main(['x']))"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1) == b">"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT and process.stderr.read() == b""
 
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (KeyboardInterrupt, 130, ""),
-        (during_import, 130, ""),
         (BrokenPipeError, 141, ""),
         (lambda: OSError(28, "No space left on device"), 2, "kvjax: error: [Errno 28] No space left on device: make"),
     ],

@@ -5,8 +5,10 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import kvjax
 from kvjax.errors import InputError
@@ -28,14 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 after a mistake of the user's or a refusal of the system's (one line on stderr), 130 after
-        an interrupt, 141 where nobody reads the output any more.
+        an interrupt (which ends a process of its own), 141 where nobody reads the output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Escapes stand for what a terminal or a pipe without UTF-8 cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(arguments)
+        with _ended_by_interrupt():
+            return _run(arguments)
     except InputError as error:
         print(f"kvjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -46,10 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"kvjax: error: {error}: make room or give permission, or use another place", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, ImportError) as error:
-        # An interrupt while a library in C is being loaded comes out as an ImportError.
-        if isinstance(error, ImportError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
-            raise
+    except KeyboardInterrupt:
         return 130
 
 
@@ -62,6 +62,20 @@ def _run(arguments: Sequence[str]) -> int:
         if sys.stdout is not None:
             # Here, and not when Python ends, where an error would be a traceback.
             sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let an interrupt end the process at once: libraries in C lose KeyboardInterrupt, or make another error of it."""
+    own = signal.getsignal(signal.SIGINT)
+    if own is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
 
 
 def _drop_output() -> None:
