@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
+from kvjax import batch
 from kvjax.cli import generate
 from kvjax.cli.main import main
 
@@ -173,7 +174,8 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, argv, words):
         (["--prompt", "hello " * 200, "--num-pages", "20"], "longer than the cache"),
     ],
 )
-def test_mistakes_about_the_cache_are_one_line_and_exit_code_2(capsys, checkpoint, argv, words):
+def test_mistakes_about_the_cache_are_one_line_and_exit_code_2(capsys, monkeypatch, checkpoint, argv, words):
+    monkeypatch.setattr(batch, "_memory", lambda: 10**10)
     code, _, err = run(capsys, "--model", checkpoint, "--prompt", "x", *argv)
     assert code == 2 and words in err and "Traceback" not in err
 

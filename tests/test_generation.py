@@ -219,7 +219,8 @@ def test_state_keeps_its_structure_from_step_to_step(model):
         ([[1]], {"temperature": "hot"}, "temperature is 'hot': give a number"),
     ],
 )
-def test_bad_requests_are_refused(model, prompts, options, words):
+def test_bad_requests_are_refused(model, monkeypatch, prompts, options, words):
+    monkeypatch.setattr(batch, "_memory", lambda: 10**10)
     with unchecked_shapes(), pytest.raises(kvjax.InputError, match=words):
         kvjax.generate(model, prompts, Options(**options))
 
