@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ _DECODES = {
 def _shapes() -> tuple[AttentionShape, ...]:
     shapes = []
     for name, (heads, kv_heads, head_dim, window) in _MODELS.items():
-        model = dict(name=name, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+        model: dict[str, Any] = dict(name=name, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
         shapes += [AttentionShape(**model, batch=batch, context=context) for batch, context in _DECODES[name]]
         shapes.append(AttentionShape(**model, batch=1, context=8192, queries=2048))
     llama = AttentionShape("Llama-3.1-8B", 32, 8, 128, 32, 4096)

@@ -128,7 +128,7 @@ def product(a, b, shape: tuple[int, int]):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def add_product(acc, a, b, is_interpreted: bool):
@@ -137,7 +137,7 @@ def add_product(acc, a, b, is_interpreted: bool):
         acc = acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # this product reads like a thread, not like a tensor core
         return acc
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def zero_empty(values, positions) -> None:

@@ -71,7 +71,11 @@ def attend_tiles(
     kernel = _Kernel(shape, keys.shape[2], keys.shape[1], q.shape[3], scale, soft_cap, interpret is not None)
     num_tiles, kv_heads, parts, num_rows, head_dim = q.shape
     columns = tile_columns(head_dim)
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+    # pyright takes these classes for abstract ones.
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
+    )
     outs = (kv_heads, num_tiles + shape.workers - 1, shape.consumers)
     barriers = [
         plgpu.Barrier(num_arrivals=parts + 1),

@@ -55,7 +55,7 @@ def compile_shape(shape: AttentionShape, dump: Path, spare_pages: int = 0) -> di
     mesh = h200_mesh()
     for old in dump.iterdir():
         old.unlink()
-    ints = lambda *of: jax.ShapeDtypeStruct(of, jnp.int32)  # noqa: E731
+    ints: Any = lambda *of: jax.ShapeDtypeStruct(of, jnp.int32)  # noqa: E731
     num_pages = min(shape.batch * shape.pages_per_seq, 1 << 20) + 1 + spare_pages
     pool = jax.ShapeDtypeStruct((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)

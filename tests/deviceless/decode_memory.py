@@ -28,7 +28,7 @@ def main(name: str) -> None:
         device=mesh.devices.flat[0].device_kind,
         pool=sizes.pool_bytes(spec),
         memory=str(compiled.memory_analysis()),
-        kernels=compiled.as_text().count("mosaic_gpu"),
+        kernels=(compiled.as_text() or "").count("mosaic_gpu"),
         faults=faults(compiled, spec),
     )
     print(json.dumps(report))

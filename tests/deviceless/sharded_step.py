@@ -58,8 +58,7 @@ def main() -> None:
     placed = jax.tree.map(place, specs, arguments, is_leaf=lambda x: isinstance(x, PartitionSpec))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(sharded, donate_argnums=0).trace(*placed).lower().compile()
-    text = compiled.as_text()
-    kernels = 0 if text is None else text.count("mosaic_gpu")
+    kernels = (compiled.as_text() or "").count("mosaic_gpu")
     print(json.dumps(dict(devices=DEVICES, kernels=kernels, faults=faults(compiled, own))))
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
-from pathlib import Path
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ def close(out, expected):
     np.testing.assert_allclose(out, expected, atol=0.02, rtol=0.02)
 
 
-DECODES = {
+DECODES: dict[str, dict[str, Any]] = {
     "edges": dict(lengths=EDGES),
     "heads": dict(lengths=[70, 3], kv_heads=2, heads=12),
     "groups": dict(lengths=[70, 3], kv_heads=2, heads=2, groups=2),
@@ -57,7 +59,7 @@ DECODES = {
     "far": dict(lengths=[70, 3], start=2_000_000_000),
     "fp16": dict(lengths=[70, 3], dtype=jnp.float16),
 }
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     f"page {size}, head_dim {dim}": dict(lengths=[size + 1, 70], page_size=size, head_dim=dim)
     for size, dim in itertools.product(hopper.PAGE_SIZES, hopper.HEAD_DIMS)
 }
@@ -96,7 +98,7 @@ def test_any_number_of_workers_gives_the_same(workers):
     close(attend(case, shape=dataclasses.replace(SMALL, workers=workers)), case.expected())
 
 
-PREFILLS = {
+PREFILLS: dict[str, dict[str, Any]] = {
     "chunks over a prefix": dict(lengths=[70, 100, 9], query_lengths=[20, 100, 9], heads=4),
     "mixed with decode": dict(lengths=[70, 40, 0, 9], query_lengths=[1, 40, 0, 9], heads=4),
     "two groups": dict(lengths=[33, 12], query_lengths=[33, 5], kv_heads=2, heads=6, groups=2),
@@ -204,16 +206,14 @@ def _fails(attend) -> str | None:
 
 def _with_fault(module, old: str, new: str):
     """The entry point of a copy of the kernel's modules, one of which has the fault."""
-    import types
-
-    source = Path(module.__file__).read_text()
+    source = inspect.getsource(module)
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
     copies = {}
     for original in (tiles, hopper_block, hopper_kernel, hopper):
-        text = Path(original.__file__).read_text()
+        text = inspect.getsource(original)
         text = text.replace(old, new) if original is module else text
         copy = types.ModuleType(original.__name__)
-        exec(compile(text, original.__file__, "exec"), copy.__dict__)
+        exec(compile(text, original.__name__, "exec"), copy.__dict__)
         for name, other in copies.items():
             for attribute in vars(other):
                 if attribute in copy.__dict__ and getattr(vars(other)[attribute], "__module__", None) == name:

@@ -1,5 +1,7 @@
 """The decode loop's list of blocks: rows may have none of one size while their neighbours have some."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +51,15 @@ def test_a_sequence_that_overflowed_spoils_no_other(bad, where):
     zeros = jnp.zeros(4, jnp.int32)
     rows = Rows(jnp.arange(1, 5, dtype=jnp.int32).reshape(1, 4, 1), zeros[None], zeros[None] + PAGE_SIZE, jnp.int32(1))
     queries = Queries(jnp.arange(4, dtype=jnp.int32), zeros + 1, zeros + PAGE_SIZE - 1, zeros)
-    arguments = (jnp.asarray(rng.normal(size=(4, 2, 8)), jnp.float32), *map(jnp.asarray, pool.values()), positions)
-    options = dict(window=jnp.int32(2**31 - 1), scale=0.5)
-    out = np.array(xla.paged_attention(*arguments, rows, queries, max_query_length=1, **options))
+    arguments: tuple[Any, ...] = (
+        jnp.asarray(rng.normal(size=(4, 2, 8)), jnp.float32),
+        *map(jnp.asarray, pool.values()),
+        positions,
+        rows,
+        queries,
+    )
+    options: dict[str, Any] = dict(window=jnp.int32(2**31 - 1), scale=0.5)
+    out = np.array(xla.paged_attention(*arguments, max_query_length=1, **options))
     with np.errstate(invalid="ignore"):
-        expected = reference.paged_attention(*arguments, rows, queries, **options)
+        expected = reference.paged_attention(*arguments, **options)
     np.testing.assert_allclose(out[[0, 2, 3]], expected[[0, 2, 3]], atol=1e-5)
