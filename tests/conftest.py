@@ -18,6 +18,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# kvjax.load would have every later test write its programs to disk: XLA has crashed in that, hundreds of programs on.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # From here on every kvjax module is imported with its shapes checked. jaxtyping asks only the finder of plain
 # folders, which cannot see the mapping of pyproject.toml: with this it finds kvjax.kernels and kvjax.models.
