@@ -1,5 +1,6 @@
 """What holds for every test: jax's strict settings, shapes checked at run time, hypothesis profiles, tools."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-# kvjax.load would have every later test write its programs to disk: XLA has crashed in that, hundreds of programs on.
+# kvjax.load would have every later test write its programs to disk.
 jax.config.update("jax_enable_compilation_cache", False)
 
 # From here on every kvjax module is imported with its shapes checked. jaxtyping asks only the finder of plain
@@ -36,6 +37,16 @@ from helpers.checkpoints import hf_tensors, random_weights, write_folder, write_
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+    """Forget compiled programs in time: each maps memory of its own, and Linux gives a process 65530 mappings."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def missing(reason: str) -> None:
