@@ -34,5 +34,5 @@ def test_commands_of_the_readme_exist():
     from kvjax.cli.main import COMMANDS
 
     blocks = "".join(re.findall(r"```\n(.*?)```", README, re.DOTALL))
-    named = set(re.findall(r"^kvjax (\w+)", blocks, re.MULTILINE))
+    named = set(re.findall(r"^kvjax ([\w-]+)", blocks, re.MULTILINE))
     assert named and named <= set(COMMANDS)
