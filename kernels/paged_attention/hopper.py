@@ -83,7 +83,7 @@ def paged_attention(
     tile_tokens = 1 if is_decode else parts * ROWS // heads
     tiles = tiles_of(queries, q.shape[0], tile_tokens)
     work = share_work(
-        rows, queries, tiles, window, page_size=page_size, piece=min(page_size, shape.block), block=shape.block,
+        rows, queries, tiles, window, page_size=page_size, piece=shape.piece(page_size), block=shape.block,
         workers=shape.workers,
     )  # fmt: skip
     part_rows = -(-heads // 8) * 8 if is_decode else ROWS
@@ -98,7 +98,7 @@ def paged_attention(
     joined = out.shape[:2] + ((1, parts * part_rows) if shape.shares_blocks else (shape.consumers, part_rows))
     maximum, total = (stats[:, :, :, i, :part_rows].reshape(joined) for i in range(2))
     sinks = None if sink_logits is None else _rows_of_heads(sink_logits.reshape(kv_heads, -1), parts * part_rows)
-    attended, _ = join_fragments(out.reshape(*joined, head_dim), maximum, total, work, sinks)
+    attended = join_fragments(out.reshape(*joined, head_dim), maximum, total, work, sinks)
     return _untile_rows(attended, tiles, q.shape).astype(q.dtype)
 
 

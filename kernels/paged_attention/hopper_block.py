@@ -34,6 +34,10 @@ class Shape:
     consumers: int
     shares_blocks: bool
 
+    def piece(self, page_size: int) -> int:
+        """Slots that one copy brings: a page, or the part of it that a block has."""
+        return min(page_size, self.block)
+
 
 class Scratch(NamedTuple):
     """The kernel's shared memory and barriers.

@@ -133,7 +133,7 @@ class _Kernel:
     @property
     def piece(self) -> int:
         """Slots that one copy brings."""
-        return min(self.page_size, self.shape.block)
+        return self.shape.piece(self.page_size)
 
     @property
     def pieces(self) -> int:

@@ -111,12 +111,12 @@ def join_fragments(
     total: Float32[Array, "kv_heads fragments parts rows"],
     work: Work,
     sink_logits: Float[Array, "kv_heads rows"] | None,
-) -> tuple[Float32[Array, "kv_heads tiles rows head_dim"], Float32[Array, "kv_heads tiles rows"]]:
+) -> Float32[Array, "kv_heads tiles rows head_dim"]:
     """Join the unnormalised parts of each tile, maxima and logits in base 2.
 
     Fragments that no worker has written may hold anything.
 
-    Returns: outputs, 0 for rows that see nothing, and the log-sum-exp in base 2, -inf for those.
+    Returns: outputs, 0 for rows that see nothing.
     """
     num_tiles, parts = work.end_block.shape[1], out.shape[2]
     tile, fragment = (jnp.arange(n, dtype=jnp.int32) for n in (num_tiles, out.shape[1]))
@@ -139,6 +139,5 @@ def join_fragments(
         sinks = sink_logits.astype(jnp.float32)[:, None] * LOG2E
         higher = jnp.maximum(best, sinks)
         shrink = jnp.exp2(best - higher)
-        best, total, out = higher, total * shrink + jnp.exp2(sinks - higher), out * shrink[..., None]
-    some = jnp.where(total > 0, total, 1)
-    return out / some[..., None], jnp.where(total > 0, best + jnp.log2(some), -jnp.inf)
+        total, out = total * shrink + jnp.exp2(sinks - higher), out * shrink[..., None]
+    return out / jnp.where(total > 0, total, 1)[..., None]

@@ -31,7 +31,6 @@ class Paged:
     groups: int = 1
     dtype: Any = jnp.bfloat16
     start: int = 0
-    first_pages: list[int] | None = None
     options: dict = dataclasses.field(default_factory=dict)
     seed: int = 0
 
@@ -48,18 +47,17 @@ class Paged:
         keys, values = (np.full((num_pages, in_group, size, self.head_dim), np.nan, np.float32) for _ in range(2))
         positions = np.full((num_pages, size), -1, np.int32)
         table = np.zeros((self.groups, seqs, entries), np.int32)
-        first = np.zeros(seqs, np.int32) if self.first_pages is None else np.array(self.first_pages, np.int32)
         free = iter(rng.permutation(np.arange(1, num_pages)).tolist())
         for group, seq in np.ndindex(self.groups, seqs):
             heads = slice(group * in_group, (group + 1) * in_group)
-            for logical in range(first[seq], -(-self.lengths[seq] // size)):
+            for logical in range(-(-self.lengths[seq] // size)):
                 page = table[group, seq, logical] = next(free)
                 slots = np.arange(logical * size, min((logical + 1) * size, self.lengths[seq]))
                 for pool, new in ((keys, self.k), (values, self.v)):
                     pool[page, :, : len(slots)] = np.asarray(new[seq], np.float32)[slots, heads].swapaxes(0, 1)
                 positions[page, : len(slots)] = slots + self.start
         ends = np.broadcast_to(np.array(self.lengths), (self.groups, seqs))
-        rows = Rows(ids(table), ids(np.broadcast_to(first, ends.shape)), ids(ends), jnp.int32(entries))
+        rows = Rows(ids(table), ids(np.zeros(ends.shape)), ids(ends), jnp.int32(entries))
         begin = np.array(self.lengths) - counts + self.start
         queries = Queries(
             ids(np.cumsum(counts) - counts), ids(counts), ids(begin), ids(np.full(seqs, self.start))

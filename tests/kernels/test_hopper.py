@@ -24,11 +24,11 @@ SMALL = hopper_block.Shape(block=64, stages=2, workers=3, consumers=2, shares_bl
 PREFILL = dataclasses.replace(SMALL, shares_blocks=True)
 
 
-def attend(case: Paged, window=NO_WINDOW, *, shape=SMALL, longest=1, arguments=None, scale=None, kernel=hopper):
-    """Run the kernel; two bytes of rounding are in the inputs already."""
+def attend(case: Paged, window=NO_WINDOW, *, shape=SMALL, longest=1, arguments=None, kernel=hopper):
+    """Run the kernel in the interpreter."""
     options = dict(case.options)
     sinks = options.pop("sink_logits", None)
-    options["scale"] = case.head_dim**-0.5 if scale is None else scale
+    options["scale"] = case.head_dim**-0.5
     out = kernel.paged_attention(
         *(case.arguments if arguments is None else arguments), window=jnp.int32(window), max_query_length=longest,
         sink_logits=None if sinks is None else jnp.asarray(sinks), shape=shape,
@@ -41,9 +41,7 @@ def attend(case: Paged, window=NO_WINDOW, *, shape=SMALL, longest=1, arguments=N
 def fresh_interpreter():
     """After an exception the interpreter keeps its state."""
     yield
-    reset = getattr(gpu_callbacks, "reset_gpu_interpret_mode_state", None)
-    if reset is not None:
-        reset()
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def close(out, expected):
