@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Float, Integer
 
 from kvjax import rotary as rotary_embedding
 from kvjax.arguments import floats, integers
@@ -71,21 +71,21 @@ def attend(
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
     cache = _write(cache, step, layer, k, v)
-    rows, window = _rows_of_layer(cache, step, layer)
+    rows = _rows(cache, step, layer)
     queries = Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap)
     pool = (cache.keys, cache.values, cache.positions)
     arguments = (q, *pool, rows, queries)
     if chosen == "reference":
-        return _on_host(arguments, window, sink_logits, options), cache
+        return _on_host(arguments, sink_logits, options), cache
     if chosen == "hopper":
         from kvjax.kernels.paged_attention import hopper as kernel
     else:
         from kvjax.kernels.paged_attention import xla as kernel
-    out = kernel.paged_attention(
-        *arguments, window=window, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
+    attention = kernel.paged_attention(
+        *arguments, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
     )
-    return out, cache
+    return attention.out, cache
 
 
 def _known_layer(spec: CacheSpec, layer) -> int | Array:
@@ -130,24 +130,18 @@ def _write(cache: Cache, step: Step, layer, k, v) -> Cache:
     return cache
 
 
-def _rows_of_layer(cache: Cache, step: Step, layer) -> tuple[Rows, Int32[Array, ""]]:
+def _rows(cache: Cache, step: Step, layer) -> Rows:
     spec = cache.spec
-    windows = np.array([POSITION_END if window is None else window for window in spec.layer_windows], np.int32)
-    end_slot = cache.next_slot[layer] + step.lengths[None]
-    rings = np.array(spec.rings, np.int32)
-    # Of jax arrays for a traced layer, of numbers for a known one: the compiler then sees constants.
-    window, ring = (
-        jnp.asarray(of)[layer] if isinstance(layer, jax.Array) else jnp.int32(of[layer]) for of in (windows, rings)
-    )
-    return Rows(cache.page_table[layer], cache.first[layer], end_slot, ring), window
+    windows = [POSITION_END if window is None else window for window in spec.layer_windows]
+    rings, windows = (jnp.asarray(np.array(of, np.int32)) for of in (spec.rings, windows))
+    end_slot = cache.next_slot + step.lengths[None, None]
+    return Rows(cache.page_table, cache.first, end_slot, rings, windows, jnp.asarray(layer, jnp.int32))
 
 
-def _on_host(arguments, window, sink_logits, options):
+def _on_host(arguments, sink_logits, options):
     q = arguments[0]
 
-    def on_host(arguments, window, sink_logits):
-        out = reference.paged_attention(*arguments, window=window, sink_logits=sink_logits, **options)
-        return np.asarray(out, q.dtype)
+    def on_host(arguments, sink_logits):
+        return np.asarray(reference.paged_attention(*arguments, sink_logits=sink_logits, **options).out, q.dtype)
 
-    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return jax.pure_callback(on_host, shape, arguments, window, sink_logits)
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, sink_logits)

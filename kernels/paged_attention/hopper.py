@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kvjax.kernels.paged_attention.arguments import Queries, Rows
+from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.hopper_block import ROWS, Shape
 from kvjax.kernels.paged_attention.hopper_kernel import attend_tiles
 from kvjax.kernels.paged_attention.tiles import join_fragments, row_limits, share_work, tiles_of
@@ -51,14 +51,13 @@ def paged_attention(
     rows: Rows,
     queries: Queries,
     *,
-    window: Int32[Array, ""],
     scale: float,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " heads"] | None = None,
     max_query_length: int,
     shape: Shape | None = None,
     interpret: Any = None,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Attention:
     """Attend every query token to the visible slots of its sequence; see `reference.paged_attention`.
 
     Args:
@@ -70,7 +69,7 @@ def paged_attention(
 
     Raises: NotImplementedError for what the kernel cannot serve.
     """
-    kv_heads = keys.shape[1] * rows.page_table.shape[0]
+    kv_heads = keys.shape[1] * rows.page_table.shape[1]
     heads, head_dim, page_size = q.shape[1] // kv_heads, q.shape[2], keys.shape[2]
     reason = refuses(
         head_dim=head_dim, page_size=page_size, dtype=str(q.dtype), pool_dtype=str(keys.dtype), heads_per_kv_head=heads
@@ -83,12 +82,12 @@ def paged_attention(
     tile_tokens = 1 if is_decode else parts * ROWS // heads
     tiles = tiles_of(queries, q.shape[0], tile_tokens)
     work = share_work(
-        rows, queries, tiles, window, page_size=page_size, piece=shape.piece(page_size), block=shape.block,
+        rows, queries, tiles, page_size=page_size, piece=shape.piece(page_size), block=shape.block,
         workers=shape.workers,
     )  # fmt: skip
     part_rows = -(-heads // 8) * 8 if is_decode else ROWS
     tiled = _tile_rows(q, tiles, kv_heads, parts * part_rows).reshape(-1, kv_heads, parts, part_rows, head_dim)
-    limits = jnp.repeat(row_limits(tiles, queries, window), heads, axis=2)
+    limits = jnp.repeat(row_limits(tiles, queries, rows.windows[rows.layer]), heads, axis=2)
     limits = jnp.pad(limits, ((0, 0), (0, 0), (0, parts * ROWS - limits.shape[2])), constant_values=-1)
     limits = limits.reshape(-1, 2, parts, ROWS).swapaxes(1, 2)
     out, stats = attend_tiles(
@@ -98,8 +97,9 @@ def paged_attention(
     joined = out.shape[:2] + ((1, parts * part_rows) if shape.shares_blocks else (shape.consumers, part_rows))
     maximum, total = (stats[:, :, :, i, :part_rows].reshape(joined) for i in range(2))
     sinks = None if sink_logits is None else _rows_of_heads(sink_logits.reshape(kv_heads, -1), parts * part_rows)
-    attended = join_fragments(out.reshape(*joined, head_dim), maximum, total, work, sinks)
-    return _untile_rows(attended, tiles, q.shape).astype(q.dtype)
+    attended, lse = join_fragments(out.reshape(*joined, head_dim), maximum, total, work, sinks)
+    out = _untile_rows(attended, tiles, q.shape, 0)
+    return Attention(out.astype(q.dtype), _untile_rows(lse[..., None], tiles, (*q.shape[:2], 1), -jnp.inf)[..., 0])
 
 
 def _tile_rows(q, tiles, kv_heads: int, num_rows: int):
@@ -116,14 +116,14 @@ def _rows_of_heads(of_heads, num_rows: int):
     return jnp.tile(of_heads, (1, -(-num_rows // of_heads.shape[1])))[:, :num_rows]
 
 
-def _untile_rows(attended, tiles, shape: tuple[int, ...]):
-    """[kv_heads, tiles, rows, head_dim] -> [tokens, heads, head_dim], zeros for places without a token."""
+def _untile_rows(attended, tiles, shape: tuple[int, ...], padding: float):
+    """[kv_heads, tiles, rows, head_dim] -> [tokens, heads, head_dim], `padding` for places without a token."""
     kv_heads, num_tiles, _, head_dim = attended.shape
     tile_tokens, heads = tiles.places.shape[1], shape[1] // kv_heads
     attended = attended[:, :, : tile_tokens * heads].reshape(kv_heads, num_tiles, tile_tokens, heads, head_dim)
     attended = attended.transpose(1, 2, 0, 3, 4).reshape(-1, *shape[1:])
     is_token = jnp.arange(tile_tokens, dtype=jnp.int32)[None] < tiles.tokens[:, None]
     if tile_tokens == 1:
-        return jnp.where(is_token[..., None], attended, 0)
+        return jnp.where(is_token[..., None], attended, padding)
     places = jnp.where(is_token, tiles.places, shape[0]).reshape(-1)
-    return jnp.zeros(shape, attended.dtype).at[places].set(attended, mode="drop")
+    return jnp.full(shape, padding, attended.dtype).at[places].set(attended, mode="drop")

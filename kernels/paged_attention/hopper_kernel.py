@@ -110,9 +110,10 @@ def attend_tiles(
         interpret=interpret,
     )
     # Pieces behind the tile's end are of page 0, slots behind the row's end were never written.
-    end_slot = jnp.minimum(rows.end_slot[:, tiles.sequence], work.end_piece * kernel.piece)
+    end_slot = jnp.minimum(rows.end_slot[rows.layer][:, tiles.sequence], work.end_piece * kernel.piece)
     return call(
-        q, limits, keys, values, positions, rows.page_table, rows.ring[None], tiles.sequence, end_slot,
+        q, limits, keys, values, positions, rows.page_table[rows.layer], rows.rings[rows.layer][None],
+        tiles.sequence, end_slot,
         work.first_piece, work.end_piece, work.begin_block, work.end_block, work.per_worker, work.first_tile,
         work.end_tile,
     )  # fmt: skip

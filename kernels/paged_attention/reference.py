@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.kernels.paged_attention.arguments import Queries, Rows
+from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 
 HostArray = np.ndarray | Array
 
@@ -18,63 +21,128 @@ def paged_attention(
     rows: Rows,
     queries: Queries,
     *,
-    window: int | HostArray,
     scale: float,
     soft_cap: float | None = None,
     sink_logits: HostArray | None = None,
+    sink_query: HostArray | None = None,
+    page_list: HostArray | None = None,
+    last_logits: int = 0,
     max_query_length: int | None = None,
-) -> np.ndarray:
+) -> Attention:
     """Attend every query token to the visible slots of its sequence.
 
-    A slot is visible if it holds a position from the sequence's start up to the query's own, less than `window` away.
+    A slot is visible if its position is from the sequence's start up to the query's own, and either less than the
+    layer's window away or one of the sequence's first `rows.sinks`.
 
     Args:
         q: [tokens, heads, head_dim], rotated, packed.
         keys, values: [pages, heads_per_group, page_size, head_dim].
         positions: int32 [pages, page_size], -1 where empty.
         rows, queries: the pages of the layer and the tokens of the step.
-        window: most positions a query sees, itself included.
         scale: factor of the logits.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sink_logits: [heads], a logit more in each head's softmax that has no value.
+        sink_query: [tokens, heads, head_dim], takes the place of `q` for the slots of the first `rows.sinks` positions.
+        page_list: int32 [kv_heads, seqs, n], ids of the pages to read in place of all, 0 for none; for steps of at most
+            one query token a sequence.
+        last_logits: how many of each sequence's last queries to return the logits of (static).
         max_query_length: unused here.
 
-    Returns: float64 [tokens, heads, head_dim]; zeros for padding and for queries that see nothing.
+    Returns: float64 arrays; see `Attention`.
     """
     q, keys, values = (np.asarray(a, np.float64) for a in (q, keys, values))
-    # All in numpy before the loops: inside a callback an operation of jax could wait for the callback itself.
-    positions, table, first_page, end_slot = map(
-        np.asarray, (positions, rows.page_table, rows.first_page, rows.end_slot)
-    )
-    of_queries = (queries.starts, queries.lengths, queries.positions, queries.start_positions)
-    out = np.zeros_like(q)
-    heads_per_kv_head = q.shape[1] // (keys.shape[1] * table.shape[0])
+    layer = Layer.of(rows, positions, page_list, keys.shape[1])
+    seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     sinks = None if sink_logits is None else np.asarray(sink_logits, np.float64)
-    window, ring = int(window), int(rows.ring)
+    heads_per_kv_head = q.shape[1] // layer.kv_heads
+    out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
+    lengths = np.asarray(queries.lengths).tolist()
+    logits = np.full((len(lengths), last_logits, q.shape[1], layer.num_slots), -np.inf)
+    for sequence, i, place, position, start in each_query(queries):
+        for head in range(q.shape[1]):
+            kv_head = head // heads_per_kv_head
+            seen = list(layer.visible(kv_head, sequence, start, position))
+            if not seen:
+                continue
+            within = kv_head % keys.shape[1]
+            of_slots = np.array([
+                scale * (keys[page, within, slot] @ (seen_by_sinks if is_sink else q)[place, head])
+                for _, page, slot, is_sink in seen
+            ])  # fmt: skip
+            if soft_cap is not None:
+                of_slots = soft_cap * np.tanh(of_slots / soft_cap)
+            from_end = lengths[sequence] - i
+            if from_end <= last_logits:
+                logits[sequence, last_logits - from_end, head, [index for index, *_ in seen]] = of_slots
+            rest = [] if sinks is None else [sinks[head]]
+            highest = max([of_slots.max(), *rest])
+            weights = np.exp(of_slots - highest)
+            total = weights.sum() + sum(np.exp(sink - highest) for sink in rest)
+            out[place, head] = weights / total @ np.array([values[page, within, slot] for _, page, slot, _ in seen])
+            lse[place, head] = highest + np.log(total)
+    return Attention(out, lse, logits if last_logits else None)  # pyright: ignore[reportArgumentType]
+
+
+def each_query(queries: Queries) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (sequence, number among its queries, place, position, position of the sequence's start)."""
+    # In numpy before the loops: inside a callback an operation of jax could wait for the callback itself.
+    of_queries = (queries.starts, queries.lengths, queries.positions, queries.start_positions)
     of_queries = zip(*(np.asarray(array).tolist() for array in of_queries), strict=True)
-    for sequence, (place, length, first_position, start) in enumerate(of_queries):
+    for sequence, (place, length, position, start) in enumerate(of_queries):
         for i in range(length):
-            for head in range(q.shape[1]):
-                group, within = divmod(head // heads_per_kv_head, keys.shape[1])
-                row = (table[group, sequence], int(first_page[group, sequence]), int(end_slot[group, sequence]), ring)
-                slots = list(_visible(row, positions, start, first_position + i, window))
-                if not slots:
-                    continue
-                logits = np.array([scale * (keys[page, within, slot] @ q[place + i, head]) for page, slot in slots])
-                if soft_cap is not None:
-                    logits = soft_cap * np.tanh(logits / soft_cap)
-                rest = [] if sinks is None else [sinks[head]]
-                weights = np.exp(logits - max([logits.max(), *rest]))
-                total = weights.sum() + sum(np.exp(sink - max([logits.max(), *rest])) for sink in rest)
-                out[place + i, head] = weights / total @ np.array([values[page, within, slot] for page, slot in slots])
-    return out
+            yield sequence, i, place + i, position + i, start
 
 
-def _visible(row: tuple[np.ndarray, int, int, int], positions: np.ndarray, start: int, query: int, window: int):
-    """Yield (page, slot) of all visible slots of one row: its table, first page, end slot and ring."""
-    table, first_page, end_slot, ring = row
-    for logical in range(first_page, -(-end_slot // positions.shape[1])):
-        page = int(table[logical % ring])
-        for slot, position in enumerate(positions[page].tolist()):
-            if start <= position <= query and query - position < window:
-                yield page, slot
+class Layer(NamedTuple):
+    """The rows of one layer, in numpy."""
+
+    positions: np.ndarray
+    table: np.ndarray
+    first_page: np.ndarray
+    end_slot: np.ndarray
+    page_list: np.ndarray | None
+    heads_per_group: int
+    ring: int
+    window: int
+    sinks: int
+
+    @classmethod
+    def of(cls, rows: Rows, positions: HostArray, page_list: HostArray | None, heads_per_group: int) -> Layer:
+        """Take the layer that `rows` means."""
+        layer = int(rows.layer)
+        table, first_page, end_slot, rings, windows = (
+            np.asarray(of)[layer] for of in (rows.page_table, rows.first_page, rows.end_slot, rows.rings, rows.windows)
+        )
+        page_list = None if page_list is None else np.asarray(page_list)
+        positions, sinks = np.asarray(positions), rows.sinks
+        return cls(positions, table, first_page, end_slot, page_list, heads_per_group, int(rings), int(windows), sinks)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads_per_group * self.table.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row's entries, or of a list of pages."""
+        return (self.table if self.page_list is None else self.page_list).shape[-1] * self.positions.shape[1]
+
+    def visible(self, kv_head: int, sequence: int, start: int, query: int) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield (number in the row, page, slot, whether it is a sink) of all slots visible to a query."""
+        for entry, page in self._pages(kv_head, sequence):
+            for slot, position in enumerate(self.positions[page].tolist()):
+                is_sink = position - start < self.sinks
+                if start <= position <= query and (query - position < self.window or is_sink):
+                    yield entry * self.positions.shape[1] + slot, page, slot, is_sink
+
+    def _pages(self, kv_head: int, sequence: int) -> Iterator[tuple[int, int]]:
+        """Yield (entry, page) of a row, or of the list in its place."""
+        if self.page_list is not None:
+            yield from enumerate(self.page_list[kv_head, sequence].tolist())
+            return
+        group = kv_head // self.heads_per_group
+        pinned = -(-self.sinks // self.positions.shape[1])
+        end = -(-int(self.end_slot[group, sequence]) // self.positions.shape[1])
+        first = max(int(self.first_page[group, sequence]), pinned)
+        for logical in (*range(min(pinned, end)), *range(first, end)):
+            entry = logical if logical < pinned else pinned + (logical - pinned) % self.ring
+            yield entry, int(self.table[group, sequence, entry])

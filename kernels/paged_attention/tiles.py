@@ -79,7 +79,7 @@ def row_limits(tiles: Tiles, queries: Queries, window: Int32[Array, ""]) -> Int3
 
 
 def share_work(
-    rows: Rows, queries: Queries, tiles: Tiles, window: Int32[Array, ""], *, page_size: int, piece: int, block: int,
+    rows: Rows, queries: Queries, tiles: Tiles, *, page_size: int, piece: int, block: int,
     workers: int,
 ) -> Work:  # fmt: skip
     """Share the blocks of all tiles among workers; a block is `block` slots, read in pieces of pages of `piece` slots.
@@ -87,10 +87,10 @@ def share_work(
     What lies wholly outside a tile's window is left out: the tokens of a step stand at the end of their row, and a row
     of a windowed layer holds consecutive positions, so distances of slots are distances of positions.
     """
-    sequence = tiles.sequence
-    first_slot = rows.end_slot[:, sequence] - (queries.lengths[sequence] - tiles.offset)[None]
+    sequence, window = tiles.sequence, rows.windows[rows.layer]
+    first_slot = rows.end_slot[rows.layer][:, sequence] - (queries.lengths[sequence] - tiles.offset)[None]
     oldest_slot = jnp.maximum(first_slot - jnp.minimum(window - 1, first_slot), 0)
-    first_piece = jnp.maximum(rows.first_page[:, sequence] * (page_size // piece), oldest_slot // piece)
+    first_piece = jnp.maximum(rows.first_page[rows.layer][:, sequence] * (page_size // piece), oldest_slot // piece)
     end_piece = -(-(first_slot + tiles.tokens[None]) // piece)
     blocks = jnp.maximum(-(-(end_piece - first_piece) // (block // piece)), 0)
     blocks = jnp.where(tiles.tokens[None] > 0, blocks, 0)
@@ -111,12 +111,12 @@ def join_fragments(
     total: Float32[Array, "kv_heads fragments parts rows"],
     work: Work,
     sink_logits: Float[Array, "kv_heads rows"] | None,
-) -> Float32[Array, "kv_heads tiles rows head_dim"]:
+) -> tuple[Float32[Array, "kv_heads tiles rows head_dim"], Float32[Array, "kv_heads tiles rows"]]:
     """Join the unnormalised parts of each tile, maxima and logits in base 2.
 
     Fragments that no worker has written may hold anything.
 
-    Returns: outputs, 0 for rows that see nothing.
+    Returns: outputs, 0 for rows that see nothing, and log-sum-exp (natural), -inf there.
     """
     num_tiles, parts = work.end_block.shape[1], out.shape[2]
     tile, fragment = (jnp.arange(n, dtype=jnp.int32) for n in (num_tiles, out.shape[1]))
@@ -135,9 +135,12 @@ def join_fragments(
     sums = jax.vmap(lambda x, o: jax.ops.segment_sum(x, o, num_tiles))
     total = sums(total * factor, owner)
     out = sums(jnp.where(written[..., None], out * factor[..., None], 0), owner)
+    sees_nothing = total == 0
     if sink_logits is not None:
         sinks = sink_logits.astype(jnp.float32)[:, None] * LOG2E
         higher = jnp.maximum(best, sinks)
         shrink = jnp.exp2(best - higher)
         total, out = total * shrink + jnp.exp2(sinks - higher), out * shrink[..., None]
-    return out / jnp.where(total > 0, total, 1)[..., None]
+        best = higher
+    total = jnp.where(total > 0, total, 1)
+    return out / total[..., None], jnp.where(sees_nothing, -jnp.inf, best / LOG2E + jnp.log(total))

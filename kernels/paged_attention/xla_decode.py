@@ -18,7 +18,7 @@ BLOCK_SLOTS = (512, 128)
 
 def decode(
     q: Float[Array, "tokens heads head_dim"], pool: Pool, queries: Queries, *, num_rows: int
-) -> Float32[Array, "rows heads head_dim"]:
+) -> tuple[Float32[Array, "rows heads head_dim"], Float32[Array, "rows heads"]]:
     """Attend the queries of all sequences that bring one token; rows are those sequences in order, then padding.
 
     The blocks of all rows form one list, of which an iteration reads the next few, so a short sequence never waits for
@@ -29,8 +29,8 @@ def decode(
     row = jnp.arange(num_rows, dtype=jnp.int32)
     used = row < rank[-1]
     sequence = jnp.where(used, (rank[None] <= row[:, None]).sum(1, dtype=jnp.int32), 0)
-    end_page = -(-pool.rows.end_slot // pool.page_size)
-    held = (end_page - pool.rows.first_page).max(0).at[sequence].get(mode="promise_in_bounds")
+    end_page = -(-pool.end_slot // pool.page_size)
+    held = (end_page - pool.first_page).max(0).at[sequence].get(mode="promise_in_bounds")
     shape = (pool.kv_heads, q.shape[1] // pool.kv_heads)
     items = min(num_rows, 8)
     # `items` rows of padding let an iteration update the rows from any owner on.
@@ -47,7 +47,8 @@ def decode(
         done = _attend_blocks(done, q, pool, queries, _Blocks(sequence, begin, blocks, pages, items))
         begin = begin + blocks * pages
     sinks = None if pool.sink_logits is None else pool.sink_logits.reshape(shape)
-    return finish(done, sinks)[:num_rows].reshape(num_rows, *q.shape[1:])
+    out, lse = finish(done, sinks)
+    return out[:num_rows].reshape(num_rows, *q.shape[1:]), lse[:num_rows].reshape(num_rows, q.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +82,9 @@ def _attend_blocks(done: Partial, q, pool: Pool, queries: Queries, blocks: _Bloc
 
 def _attend_items(q, pool: Pool, queries: Queries, sequence: Int32[Array, " items"], page, used, pages: int) -> Partial:
     """Attend the query of `sequence` to `pages` pages from its page `page` on, for every item of an iteration."""
-    rows = pool.rows
-    end_page = -(-rows.end_slot // pool.page_size)
+    end_page = -(-pool.end_slot // pool.page_size)
     within = jnp.arange(pages, dtype=jnp.int32)[None, None]
-    logical = (rows.first_page[:, sequence] + page[None])[..., None] + within
+    logical = (pool.first_page[:, sequence] + page[None])[..., None] + within
     live = (logical < end_page[:, sequence][..., None]) & used[None, :, None]
     ids = pool.page_ids(sequence, logical, live)
     positions = pool.read_positions(ids, live)

@@ -20,7 +20,6 @@ class Pool:
     values: Float[Array, "pages heads_per_group page_size head_dim"]
     positions: Int32[Array, "pages page_size"]
     rows: Rows
-    window: Int32[Array, ""]
     scale: float
     soft_cap: float | None
     sink_logits: Float[Array, " heads"] | None
@@ -31,7 +30,22 @@ class Pool:
 
     @property
     def kv_heads(self) -> int:
-        return self.keys.shape[1] * self.rows.page_table.shape[0]
+        return self.keys.shape[1] * self.rows.page_table.shape[1]
+
+    @property
+    def first_page(self) -> Int32[Array, "groups seqs"]:
+        return self._of_layer(self.rows.first_page)
+
+    @property
+    def end_slot(self) -> Int32[Array, "groups seqs"]:
+        return self._of_layer(self.rows.end_slot)
+
+    @property
+    def window(self) -> Int32[Array, ""]:
+        return self._of_layer(self.rows.windows)
+
+    def _of_layer(self, of_layers: Array) -> Array:
+        return lax.dynamic_index_in_dim(of_layers, self.rows.layer, keepdims=False)
 
     def page_ids(self, sequence: Int32[Array, " n"], logical: Int32[Array, "groups n block"], live):
         """Ids of logical pages of sequences: int32 [n, groups, pages].
@@ -39,9 +53,10 @@ class Pool:
         Pages that are not `live` are replaced by the row's last one, whose values are finite: trash may hold NaN.
         """
         group = jnp.arange(logical.shape[0], dtype=jnp.int32)[:, None, None]
-        last = (self.rows.end_slot[:, sequence] - 1) // self.page_size
-        entry = jnp.where(live, logical, last[..., None]) % self.rows.ring
-        ids = self.rows.page_table.at[(group, sequence[None, :, None], entry)].get(mode="promise_in_bounds")
+        last = (self.end_slot[:, sequence] - 1) // self.page_size
+        entry = jnp.where(live, logical, last[..., None]) % self._of_layer(self.rows.rings)
+        where = (self.rows.layer, group, sequence[None, :, None], entry)
+        ids = self.rows.page_table.at[where].get(mode="promise_in_bounds")
         # The barrier keeps the index arithmetic out of the gather loops, which would repeat it for every element.
         return lax.optimization_barrier(ids.swapaxes(0, 1))
 
@@ -122,12 +137,19 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(maximum, a.total * fa + b.total * fb, a.out * fa + b.out * fb)
 
 
-def finish(part: Partial, sink_logits: Float[Array, "kv_heads queries"] | None) -> Float32[Array, ...]:
-    """Normalise [n, kv_heads, queries, head_dim], with a learned sink logit per query head; zeros for no slots."""
-    total, out = part.total, part.out
+def finish(
+    part: Partial, sink_logits: Float[Array, "kv_heads queries"] | None
+) -> tuple[Float32[Array, ...], Float32[Array, ...]]:
+    """Normalise [n, kv_heads, queries, head_dim], with a learned sink logit per query head.
+
+    Returns: outputs, zeros for no slots, and log-sum-exp [n, kv_heads, queries], -inf for no slots.
+    """
+    maximum, total, out = part.maximum, part.total, part.out
     if sink_logits is not None:
         sink = sink_logits.astype(jnp.float32)[None, :, :, None]
         maximum = jnp.maximum(part.maximum, sink)
         factor = jnp.exp(part.maximum - maximum)
         total, out = total * factor + jnp.exp(sink - maximum), out * factor
-    return out / jnp.where(total > 0, total, 1)
+    total = jnp.where(total > 0, total, 1)
+    lse = jnp.where(part.total == 0, -jnp.inf, maximum + jnp.log(total))
+    return out / total, lse[..., 0]

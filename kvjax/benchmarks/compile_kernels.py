@@ -59,16 +59,16 @@ def compile_shape(shape: AttentionShape, dump: Path, spare_pages: int = 0) -> di
     num_pages = min(shape.batch * shape.pages_per_seq, 1 << 20) + 1 + spare_pages
     pool = jax.ShapeDtypeStruct((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
-    rows = Rows(ints(1, shape.batch, shape.pages_per_seq), ints(1, shape.batch), ints(1, shape.batch), ints())
+    seqs = (1, 1, shape.batch)
+    rows = Rows(ints(*seqs, shape.pages_per_seq), ints(*seqs), ints(*seqs), ints(1), ints(1), ints())
     queries = Queries(*(ints(shape.batch) for _ in range(4)))
-    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries, ints())
+    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries)
 
     @jax.jit
-    def attend(q, keys, values, positions, rows, queries, window):
+    def attend(q, keys, values, positions, rows, queries):
         return hopper.paged_attention(
-            q, keys, values, positions, rows, queries, window=window, scale=shape.head_dim**-0.5,
-            max_query_length=shape.queries,
-        )  # fmt: skip
+            q, keys, values, positions, rows, queries, scale=shape.head_dim**-0.5, max_query_length=shape.queries
+        )
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         attend.trace(*placed(arguments, mesh)).lower().compile()

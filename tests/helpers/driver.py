@@ -208,7 +208,7 @@ class Twin:
             q, k = rotate(q, query_positions, phases), rotate(k, positions, phases)
         stored = jnp.dtype(self.spec.format)
         k, v = (np.asarray(part).astype(np.float32).astype(stored) for part in (k, v))
-        options = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
+        options: dict[str, Any] = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
         return np.stack(
             [
                 dense_attention(q[i], k[i], v[i], query_positions, positions, window=window, **options)

@@ -1,4 +1,4 @@
-"""Random sequences in shuffled pages, for kernels that the interpreter runs: everything unused is poisoned."""
+"""Random sequences in shuffled pages, for every backend of the kernels: what holds no token is poisoned."""
 
 import dataclasses
 from typing import Any
@@ -8,9 +8,24 @@ import numpy as np
 from helpers.driver import ids
 from helpers.oracle import dense_attention
 
-from kvjax.kernels.paged_attention import Queries, Rows
+from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference
 
 NO_WINDOW = 2**31 - 1
+
+
+def rows_of(table, first_page, end_slot, *, ring=None, window=NO_WINDOW, sinks=0) -> Rows:
+    """Rows whose layer 1 is given, between two layers that hold nothing."""
+    among = lambda of: ids(np.stack([np.zeros_like(of), np.asarray(of), np.zeros_like(of)]))  # noqa: E731
+    ring = np.shape(table)[-1] if ring is None else ring
+    return Rows(
+        among(table), among(first_page), among(end_slot), ids([1, ring, 1]), ids([1, window, 1]), jnp.int32(1), sinks
+    )
+
+
+def with_rows(rows: Rows, **changes) -> Rows:
+    """Rows with other arrays for their layer."""
+    new = {name: getattr(rows, name).at[1].set(value) for name, value in changes.items()}
+    return dataclasses.replace(rows, **new)
 
 
 @dataclasses.dataclass
@@ -18,8 +33,11 @@ class Paged:
     """Sequences with `lengths` tokens, of which the last `query_lengths` (1 by default) query.
 
     Attributes:
+        ring: pages that a row holds behind its pinned ones; older ones are gone. None for all.
+        behind: what value slots behind the last token of a page in use hold; everything else that is unused is NaN.
+        options: soft_cap, sink_logits and scale for the backend.
+        has_sink_query: whether sinks are seen by a query of their own.
         arguments: what a backend gets: q, keys, values, positions, rows, queries.
-        options: scale, soft_cap and sink_logits for the backend and the oracle.
     """
 
     lengths: list[int]
@@ -31,51 +49,89 @@ class Paged:
     groups: int = 1
     dtype: Any = jnp.bfloat16
     start: int = 0
+    window: int = NO_WINDOW
+    sinks: int = 0
+    has_sink_query: bool = False
+    ring: int | None = None
+    behind: float = np.nan
     options: dict = dataclasses.field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self):
         rng = np.random.default_rng(self.seed)
-        size, in_group, seqs = self.page_size, self.kv_heads // self.groups, len(self.lengths)
+        self.options = dict(scale=self.head_dim**-0.5) | self.options
         counts = np.array([min(1, n) for n in self.lengths] if self.query_lengths is None else self.query_lengths)
-        entries = max(-(-max(self.lengths) // size), 1)
-        num_pages = 2 + self.groups * seqs * entries
+        self.counts = counts.tolist()
         # As stored: what is lost by rounding is not the kernel's.
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), self.dtype)  # noqa: E731
         self.q = draw(counts.sum() + 2, self.heads, self.head_dim)
+        if self.has_sink_query:
+            self.options["sink_query"] = draw(*self.q.shape)
         self.k, self.v = ([draw(n, self.kv_heads, self.head_dim) for n in self.lengths] for _ in range(2))
+        pool, rows = self._lay_out(rng)
+        seqs, begin = len(self.lengths), np.array(self.lengths) - counts + self.start
+        queries = Queries(
+            ids(np.cumsum(counts) - counts), ids(counts), ids(begin), ids(np.full(seqs, self.start))
+        )  # fmt: skip
+        self.arguments: tuple[Any, ...] = (self.q, *pool, rows, queries)
+
+    def _lay_out(self, rng):
+        size, in_group, seqs = self.page_size, self.kv_heads // self.groups, len(self.lengths)
+        pinned = -(-self.sinks // size)
+        ring = max(-(-max(self.lengths) // size) - pinned, 1) if self.ring is None else self.ring
+        num_pages = 2 + self.groups * seqs * (pinned + ring)
         keys, values = (np.full((num_pages, in_group, size, self.head_dim), np.nan, np.float32) for _ in range(2))
         positions = np.full((num_pages, size), -1, np.int32)
-        table = np.zeros((self.groups, seqs, entries), np.int32)
+        table = np.zeros((self.groups, seqs, pinned + ring), np.int32)
+        first = np.zeros((self.groups, seqs), np.int32)
         free = iter(rng.permutation(np.arange(1, num_pages)).tolist())
         for group, seq in np.ndindex(self.groups, seqs):
             heads = slice(group * in_group, (group + 1) * in_group)
-            for logical in range(-(-self.lengths[seq] // size)):
-                page = table[group, seq, logical] = next(free)
+            pages = -(-self.lengths[seq] // size)
+            first[group, seq] = oldest = max(pages - ring, pinned)
+            for logical in (*range(min(pinned, pages)), *range(oldest, pages)):
+                entry = logical if logical < pinned else pinned + (logical - pinned) % ring
+                page = table[group, seq, entry] = next(free)
                 slots = np.arange(logical * size, min((logical + 1) * size, self.lengths[seq]))
+                values[page, :, len(slots) :] = self.behind
                 for pool, new in ((keys, self.k), (values, self.v)):
                     pool[page, :, : len(slots)] = np.asarray(new[seq], np.float32)[slots, heads].swapaxes(0, 1)
                 positions[page, : len(slots)] = slots + self.start
         ends = np.broadcast_to(np.array(self.lengths), (self.groups, seqs))
-        rows = Rows(ids(table), ids(np.zeros(ends.shape)), ids(ends), jnp.int32(entries))
-        begin = np.array(self.lengths) - counts + self.start
-        queries = Queries(
-            ids(np.cumsum(counts) - counts), ids(counts), ids(begin), ids(np.full(seqs, self.start))
-        )  # fmt: skip
-        self.counts = counts.tolist()
         pool = (jnp.asarray(keys, self.dtype), jnp.asarray(values, self.dtype), jnp.asarray(positions))
-        self.arguments: tuple[Any, ...] = (self.q, *pool, rows, queries)
+        return pool, rows_of(table, first, ends, ring=ring, window=self.window, sinks=self.sinks)
 
-    def expected(self, window: int = NO_WINDOW) -> np.ndarray:
-        """The oracle's outputs, float64; zeros for places without a token."""
+    @property
+    def longest(self) -> int:
+        """A bound of the query lengths: 1 for decode."""
+        return max(1, *self.counts)
+
+    def reference(self, **options) -> Attention:
+        """What the definition returns, with further options."""
+        return reference.paged_attention(*self.arguments, **self.options | options)
+
+    def expected(self) -> np.ndarray:
+        """The oracle's outputs, from plain arrays without pages: float64, zeros for places without a token."""
         out, place = np.zeros(self.q.shape), 0
+        options = {name: value for name, value in self.options.items() if name != "sink_query"}
         for seq, count in enumerate(self.counts):
             at = np.arange(self.lengths[seq])
-            q = np.asarray(self.q[place : place + count], np.float64)
-            k, v = (np.asarray(new[seq], np.float64) for new in (self.k, self.v))
-            limited = None if window == NO_WINDOW else window
-            out[place : place + count] = dense_attention(
-                q, k, v, at[len(at) - count :], at, window=limited, **self.options
-            )
+            here = slice(place, place + count)
+            sink_query = self.options["sink_query"][here] if self.has_sink_query else None
+            out[here] = dense_attention(
+                self.q[here], self.k[seq], self.v[seq], at[len(at) - count :], at, window=self.window,
+                sinks=self.sinks, sink_query=sink_query, **options,
+            )  # fmt: skip
             place += count
         return out
+
+
+def assert_equal(attention: Attention, expected: Attention, tolerance: float) -> None:
+    """Compare all that a backend returned with the definition's."""
+    for name in ("out", "lse", "slot_logits"):
+        got, wanted = getattr(attention, name), getattr(expected, name)
+        assert (got is None) == (wanted is None), name
+        if wanted is not None:
+            np.testing.assert_allclose(
+                np.asarray(got, np.float64), wanted, atol=tolerance, rtol=tolerance, err_msg=name
+            )

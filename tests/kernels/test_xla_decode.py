@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.paged import assert_equal, rows_of
 
-from kvjax.kernels.paged_attention import Queries, Rows, reference, xla
+from kvjax.kernels.paged_attention import Queries, reference, xla
 
 PAGE_SIZE, PAGES = 32, 24
 
@@ -31,14 +32,11 @@ def test_rows_without_blocks_of_a_size_may_lie_between_others():
         jnp.asarray(np.stack(positions), jnp.int32),
     )
     zeros = jnp.zeros(12, jnp.int32)
-    rows = Rows(jnp.asarray(table), zeros[None], jnp.asarray(lengths)[None], jnp.int32(PAGES))
+    rows = rows_of(table, zeros[None], lengths[None])
     queries = Queries(jnp.arange(12, dtype=jnp.int32), zeros + 1, jnp.asarray(lengths) - 1, zeros)
-    q, window = draw(12, 2, 8), jnp.int32(2**31 - 1)
-    out = jax.jit(lambda q: xla.paged_attention(q, *pool, rows, queries, window=window, scale=0.5, max_query_length=1))(
-        q
-    )
-    expected = reference.paged_attention(q, *pool, rows, queries, window=window, scale=0.5)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    q = draw(12, 2, 8)
+    attention = jax.jit(lambda q: xla.paged_attention(q, *pool, rows, queries, scale=0.5, max_query_length=1))(q)
+    assert_equal(attention, reference.paged_attention(q, *pool, rows, queries, scale=0.5), 1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -49,7 +47,7 @@ def test_a_sequence_that_overflowed_spoils_no_other(bad, where):
     pool[where][2, 0, 7] = bad
     positions = jnp.asarray(np.tile(np.arange(PAGE_SIZE), (5, 1)), jnp.int32).at[0].set(-1)
     zeros = jnp.zeros(4, jnp.int32)
-    rows = Rows(jnp.arange(1, 5, dtype=jnp.int32).reshape(1, 4, 1), zeros[None], zeros[None] + PAGE_SIZE, jnp.int32(1))
+    rows = rows_of(np.arange(1, 5).reshape(1, 4, 1), zeros[None], zeros[None] + PAGE_SIZE)
     queries = Queries(jnp.arange(4, dtype=jnp.int32), zeros + 1, zeros + PAGE_SIZE - 1, zeros)
     arguments: tuple[Any, ...] = (
         jnp.asarray(rng.normal(size=(4, 2, 8)), jnp.float32),
@@ -58,8 +56,7 @@ def test_a_sequence_that_overflowed_spoils_no_other(bad, where):
         rows,
         queries,
     )
-    options: dict[str, Any] = dict(window=jnp.int32(2**31 - 1), scale=0.5)
-    out = np.array(xla.paged_attention(*arguments, max_query_length=1, **options))
+    out = np.array(xla.paged_attention(*arguments, max_query_length=1, scale=0.5).out)
     with np.errstate(invalid="ignore"):
-        expected = reference.paged_attention(*arguments, **options)
+        expected = np.asarray(reference.paged_attention(*arguments, scale=0.5).out)
     np.testing.assert_allclose(out[[0, 2, 3]], expected[[0, 2, 3]], atol=1e-5)

@@ -1,0 +1,56 @@
+"""The definition of attention mass, in numpy float64: one query, one head, one slot after another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.kernels.paged_attention.arguments import Queries, Rows
+from kvjax.kernels.paged_attention.reference import HostArray, Layer, each_query
+
+
+def attention_mass(
+    q: HostArray,
+    lse: HostArray,
+    keys: HostArray,
+    positions: HostArray,
+    rows: Rows,
+    queries: Queries,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    band: int | None = None,
+    sink_query: HostArray | None = None,
+    max_query_length: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sum the attention probabilities of a step's queries over the queries.
+
+    Args:
+        q, keys, positions, rows, queries, scale, soft_cap, sink_query: as `paged_attention` had them; `queries` may be
+            only some of them, such as `queries.last(n)`.
+        lse: [tokens, heads], as `paged_attention` returned it: probabilities are exp(logit - lse).
+        band: sum only over pairs with `query position - slot position <= band` (static); None for all pairs.
+        max_query_length: unused here.
+
+    Returns: float64 arrays (float32 from other backends):
+        column_sums: [kv_heads, seqs, slots], what each slot of a row's table entries receives from all queries, and
+            from all query heads of the KV head.
+        entropy: [heads, seqs], in nats, -sum(p * log(p)) over the slots, whatever the band, summed over the queries.
+    """
+    q, lse, keys = (np.asarray(a, np.float64) for a in (q, lse, keys))
+    layer = Layer.of(rows, positions, None, keys.shape[1])
+    seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
+    seqs, heads_per_kv_head = layer.table.shape[1], q.shape[1] // layer.kv_heads
+    sums, entropy = np.zeros((layer.kv_heads, seqs, layer.num_slots)), np.zeros((q.shape[1], seqs))
+    for sequence, _, place, query, start in each_query(queries):
+        for head in range(q.shape[1]):
+            kv_head = head // heads_per_kv_head
+            for index, page, slot, is_sink in layer.visible(kv_head, sequence, start, query):
+                of_head = (seen_by_sinks if is_sink else q)[place, head]
+                logit = scale * (keys[page, kv_head % keys.shape[1], slot] @ of_head)
+                if soft_cap is not None:
+                    logit = soft_cap * np.tanh(logit / soft_cap)
+                log_p = logit - lse[place, head]
+                entropy[head, sequence] -= np.exp(log_p) * log_p
+                if band is None or query - layer.positions[page, slot] <= band:
+                    sums[kv_head, sequence, index] += np.exp(log_p)
+    return sums, entropy
