@@ -66,7 +66,12 @@ def _joined(weights: dict[str, Any], *names: str):
         return None
     # Rows are outputs: the last axis but one of a matrix, the last of a bias.
     parts = [weights[name] for name in names]
-    return np.concatenate(parts, axis=-1 if names[0].endswith("bias") else -2)
+    return _numpy_of(parts).concatenate(parts, axis=-1 if names[0].endswith("bias") else -2)
+
+
+def _numpy_of(arrays: list[Any]):
+    """numpy for arrays in the host's memory, jax.numpy for those on a device and for shapes (`nnx.eval_shape`)."""
+    return np if isinstance(arrays[0], np.ndarray) else jnp
 
 
 class Decoder(nnx.Module):
@@ -99,8 +104,8 @@ class Decoder(nnx.Module):
         self.rotary = nnx.data(rotary(config))
         layers = weights["layers"]
         if self.scan:
-            stacked = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
-            layers = [stacked]
+            of_all = {name: [layer[name] for layer in layers] for name in layers[0]}
+            layers = [{name: _numpy_of(arrays).stack(arrays) for name, arrays in of_all.items()}]
         self.layers = nnx.List([Layer(config, layer, features_major=features_major) for layer in layers])
 
     def hidden(self, tokens: Int32[Array, " tokens"], attention: Attention, state):
@@ -136,6 +141,7 @@ class Decoder(nnx.Module):
         Returns: float32 logits of every sequence's last token [seqs, vocab] (of no meaning for a sequence that brings
             none), or of all tokens [tokens, vocab]; and the cache, before `end_step`.
         """
+        step = kvjax.attention.plan_step(cache, step, self.config.num_heads)
 
         def attention(cache, layer, q, k, v):
             return kvjax.attention.attend(

@@ -49,6 +49,91 @@ def test_missing_compilers_are_named(monkeypatch, capsys):
     assert "/nowhere/python: run `make kernel-checks`" in capsys.readouterr().err
 
 
+ROWS = dict(
+    h200=GOOD | dict(kernel="decode", format="bfloat16", shape="a model", bytes=8, floor_us=0.25, faults=[]),
+    v6e=dict(
+        kernel="decode", format="bfloat16", shape="a model", vmem_bytes=9_000_000, smem_bytes=512, stages=2, bytes=8,
+        floor_us=0.25, pool_copies=0, temp_bytes=77, faults=[],
+    ),
+    loop=dict(
+        program="generate", devices=8, pool_bytes=4_294_967_296, alias_bytes=4_300_000_000, temp_bytes=77,
+        pool_copies=0, kernels=3, faults=[],
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Lets a script stand for the Python with the compilers; it prints its arguments to stderr, then what is given."""
+
+    def stand_in(rows, code: int = 0):
+        script = tmp_path / "python"
+        lines = "\n".join(json.dumps(row) for row in rows)
+        # More on stderr than a pipe holds.
+        script.write_text(
+            f"#!/bin/sh\nyes | head -c 200000 >&2\necho \"$@\" >&2\ncat <<'END'\n{lines}\nEND\nexit {code}\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("KVJAX_KERNELS_PYTHON", str(script))
+
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    "argv, kind, columns",
+    [
+        ([], "h200", ["168", "200000", "12", "14", "0.25"]),
+        (["--target", "v6e"], "v6e", ["9000000", "512", "77", "0.25"]),
+        (["--loop"], "loop", ["8", "4294967296", "4300000000", "77"]),
+        (["--loop", "--target", "v6e"], "loop", ["8", "4294967296", "4300000000", "77"]),
+    ],
+)
+def test_rows_are_printed(worker, capsys, argv, kind, columns):
+    worker([ROWS[kind]])
+    assert main(["compile-kernels", *argv]) == 0
+    out = capsys.readouterr().out
+    head, row = out.splitlines()
+    assert set(columns) <= set(row.split()) and "temp_bytes" in head or kind == "h200"
+    worker([ROWS[kind], ROWS[kind] | dict(faults=["is not what it should be"])])
+    assert main(["compile-kernels", *argv, "--json"]) == 1
+    assert [bool(row["faults"]) for row in json.loads(capsys.readouterr().out)["rows"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "argv, module, options",
+    [
+        ([], "compile_kernels", "--target h200"),
+        (["--target", "v5e"], "compile_tpu", "--target v5e"),
+        (["--target", "v5e", "--loop"], "compile_loop", "--target v5e"),
+        (["--shapes", "3"], "compile_kernels", "--target h200 --shapes 3"),
+    ],
+)
+def test_the_right_module_runs_and_its_failure_is_told(worker, capsys, argv, module, options):
+    worker([ROWS["h200"]], code=3)
+    assert main(["compile-kernels", *argv]) == 2
+    said = capsys.readouterr().err
+    assert "failed after 1 rows" in said and said.endswith(f": -m kvjax.benchmarks.{module} {options}\n")
+
+
+def test_wrong_flags_are_named(capsys):
+    assert main(["compile-kernels", "--shapes", "0"]) == 2
+    assert "--shapes is 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compile-kernels", "--shapes", "2", "--loop"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_some_of_the_shapes_are_of_all_kinds():
+    from kvjax.benchmarks.compile_kernels import some_of
+
+    assert [shape for _, shape in some_of(ATTENTION_SHAPES, None)] == list(ATTENTION_SHAPES)
+    assert some_of(ATTENTION_SHAPES, 99) == list(enumerate(ATTENTION_SHAPES))
+    few = some_of(ATTENTION_SHAPES, 8)
+    assert all(ATTENTION_SHAPES[number] is shape for number, shape in few)
+    kinds = {(shape.kernel, shape.head_dim) for shape in ATTENTION_SHAPES}
+    assert len(few) == len(kinds) and {(shape.kernel, shape.head_dim) for _, shape in few} == kinds
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_an_h200(kernels_python, capsys):
     assert main(["compile-kernels", "--target", "h200", "--json"]) == 0

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 from helpers.decoders import tiny_decoder
-from helpers.programs import POOL_BYTES, faults, lowered, whole_pool_operations
+from helpers.programs import POOL_BYTES, faults, lowered
 
 import kvjax
 from kvjax import batch, decoding, sizes
+from kvjax.benchmarks.compile_checks import whole_pool_operations
 
 DEVICELESS = Path(__file__).parent / "deviceless" / "decode_memory.py"
 
@@ -36,7 +37,7 @@ def test_a_copy_of_the_pool_is_noticed():
     text = compiled.as_text()
     assert text is not None
     of_a_page = text.replace(f"f32[{spec.num_pages},", "f32[1,")
-    assert not whole_pool_operations(of_a_page, spec)
+    assert not whole_pool_operations(of_a_page, keys.size)
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ environment that has the compilers.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,23 @@ def _row(shape: AttentionShape, dump: Path) -> dict[str, Any]:
     return row | dict(faults=faults(row))
 
 
+def some_of(shapes: Sequence[AttentionShape], count: int | None) -> list[tuple[int, AttentionShape]]:
+    """Return `count` of the shapes (None for all) with their numbers: first one of each kernel, head and page size."""
+    kinds: dict[tuple[str, int, int], int] = {}
+    for number, shape in enumerate(shapes):
+        kinds.setdefault((shape.kernel, shape.head_dim, shape.page_size), number)
+    others = [number for number in range(len(shapes)) if number not in kinds.values()]
+    return [(number, shapes[number]) for number in sorted([*kinds.values(), *others][:count])]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=["h200"], default="h200")
+    parser.add_argument("--shapes", type=int)
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
     assert _DUMP is not None
-    for i, attention_shape in enumerate(ATTENTION_SHAPES):
+    for i, attention_shape in some_of(ATTENTION_SHAPES, _options().shapes):
         print(json.dumps(compile_shape(attention_shape, _DUMP, i)), flush=True)

@@ -1,4 +1,4 @@
-"""Compiling for an H200 on a machine without one.
+"""Compiling for an H200 or a TPU on a machine without one.
 
 Needs the plugin and compilers of the extra `kernel-checks`, and an environment of its own for them: with the plugin
 installed, every start of JAX looks for a GPU.
@@ -52,6 +52,17 @@ gpu_device_info {
   dnn_version: "9.10.0"
 }
 """
+
+
+TARGETS = ("h200", "v5e", "v6e")
+
+
+def mesh_of(target: str, devices: int = 1) -> Mesh:
+    """Return a mesh of devices that are not there, by their name in TARGETS (of TPUs at most 4)."""
+    if target == "h200":
+        return h200_mesh(devices)
+    topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
+    return Mesh(np.array(topology.devices[:devices]), ("x",), axis_types=(AxisType.Auto,))
 
 
 def h200_mesh(devices: int = 1) -> Mesh:

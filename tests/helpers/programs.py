@@ -4,7 +4,6 @@ Needs no pytest: the deviceless checks use it in another environment.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from helpers.decoders import tiny_decoder, unchecked_shapes
 
 from kvjax import sizes
 from kvjax.batch import Batch
+from kvjax.benchmarks.compile_checks import whole_pool_operations
 from kvjax.cache import init_cache
 from kvjax.decoding import Chosen, decode_scan, decode_while, prefill_step
 from kvjax.options import Options
@@ -94,24 +94,5 @@ def faults(compiled, spec: CacheSpec) -> list[str]:
         found.append(f"alias {memory.alias_size_in_bytes} bytes are less than the pool's {pool}")
     if memory.temp_size_in_bytes >= 0.05 * pool:
         found.append(f"temp {memory.temp_size_in_bytes} bytes are 5 % of the pool's {pool} or more")
-    return found + [f"touches the whole pool: {line}" for line in whole_pool_operations(compiled.as_text(), spec)]
-
-
-# What makes a new array of every element: in place there is no reason for any of them.
-_OPERATIONS = "copy|copy-start|transpose|convert|select|broadcast|concatenate|pad|gather|reverse|all-gather"
-_LINE = re.compile(rf"= \(?(\w+)\[([\d,]+)\]\S* ({_OPERATIONS})\(")
-
-
-def whole_pool_operations(text: str, spec: CacheSpec) -> list[str]:
-    """Return the lines of an optimised program that make another array as large as all keys or all values."""
     elements = sizes.cache_shapes(spec)["keys"].size
-    found = []
-    for line in text.splitlines():
-        if match := _LINE.search(line):
-            dims = [int(size) for size in match[2].split(",")]
-            size = 1
-            for dim in dims:
-                size *= dim
-            if size >= elements:
-                found.append(line.strip()[:200])
-    return found
+    return found + [f"touches the whole pool: {line}" for line in whole_pool_operations(compiled.as_text(), elements)]
