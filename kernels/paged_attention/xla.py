@@ -1,7 +1,7 @@
 """Paged attention in plain XLA: the portable path, and the fast one on CPUs.
 
 Cost follows the live pages: both loops run as often as the pages of this step ask for, whatever the sizes of the pool
-and of the tables. Decode rows and longer queries take different loops (`decode.py` and `prefill.py`).
+and of the tables. Decode rows and longer queries take different loops (`xla_decode.py` and `xla_prefill.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.xla_decode import decode
-from kvjax.kernels.paged_attention.xla_pages import Pool
-from kvjax.kernels.paged_attention.xla_prefill import prefill
+from kvjax.kernels.paged_attention.xla_pages import ListedPool, Pool, Tokens
+from kvjax.kernels.paged_attention.xla_prefill import add_last_logits, prefill
+from kvjax.kernels.paged_attention.xla_slots import empty_logits, in_rows
 
 
 def paged_attention(
@@ -26,23 +27,38 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " heads"] | None = None,
+    sink_query: Float[Array, "tokens heads head_dim"] | None = None,
+    page_list: Int32[Array, "kv_heads seqs listed"] | None = None,
+    last_logits: int = 0,
     max_query_length: int,
 ) -> Attention:
     """Attend every query token to the visible slots of its sequence; see `reference.paged_attention`.
 
     `max_query_length` (static) bounds `queries.lengths`; 1 leaves out the loop for longer queries. The result has the
-    dtype of `q`; softmax and accumulation are float32.
+    dtype of `q`; softmax and accumulation are float32. Logits of a sequence's only query come with its attention; those
+    of the last of several need a second pass over the keys.
+
+    Raises: ValueError for a `page_list` in steps of more than one query token a sequence.
     """
+    tokens = Tokens(q, sink_query if rows.sinks else None)
     pool = Pool(keys, values, positions, rows, scale, soft_cap, sink_logits)
+    if page_list is not None:
+        if max_query_length != 1:
+            raise ValueError(
+                f"page_list is for steps of one query token a sequence, and max_query_length is {max_query_length}: "
+                "give max_query_length=1, or no page_list"
+            )
+        pool = ListedPool(**vars(pool), page_list=page_list)
+    logits = empty_logits(pool, last_logits, q.shape[1])
     if max_query_length == 1:
-        out, lse = decode(q, pool, queries, num_rows=q.shape[0])
-        return Attention(out.astype(q.dtype), lse)
+        out, lse, logits = decode(tokens, pool, queries, num_rows=q.shape[0], tiles=logits)
+        return Attention(out.astype(q.dtype), lse, None if logits is None else in_rows(logits, pool))
     is_decode = (queries.lengths == 1).astype(jnp.int32)
-    tiles = prefill(q, pool, queries, max_query_length=max_query_length)
+    tiles = prefill(tokens, pool, queries, max_query_length=max_query_length)
     num_rows = min(q.shape[0], is_decode.shape[0])
     row = jnp.cumsum(is_decode, dtype=jnp.int32) - is_decode
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
-    decoded = decode(q, pool, queries, num_rows=num_rows)
+    *decoded, logits = decode(tokens, pool, queries, num_rows=num_rows, tiles=logits)
     places = jnp.where(is_decode > 0, queries.starts, q.shape[0])
     owner = (places[None] == token[:, None]).argmax(1)
     decode_token = (places[None] == token[:, None]).any(1)
@@ -52,4 +68,7 @@ def paged_attention(
         chosen = of_rows.at[row_of_token].get(mode="clip").astype(of_tiles.dtype)
         return jnp.where(decode_token.reshape(-1, *(1,) * (chosen.ndim - 1)), chosen, of_tiles)
 
-    return Attention(*map(choose, decoded, tiles))
+    out, lse = map(choose, decoded, tiles)
+    if logits is None:
+        return Attention(out, lse)
+    return Attention(out, lse, in_rows(add_last_logits(logits, tokens, pool, queries), pool))

@@ -3,14 +3,12 @@
 import numpy as np
 
 
-def dense_attention(
-    q, k, v, query_positions, key_positions, *, window=None, sinks=0, sink_query=None, scale=None, soft_cap=None,
-    sink_logits=None,
-):  # fmt: skip
-    """Attend q [n, heads, d] to k, v [m, kv_heads, d] at the given positions; float64 [n, heads, d]."""
-    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
-    repeats = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, repeats, axis=1), np.repeat(v, repeats, axis=1)
+def dense_logits(
+    q, k, query_positions, key_positions, *, window=None, sinks=0, sink_query=None, scale=None, soft_cap=None
+):
+    """Scaled and capped logits of q [n, heads, d] at k [m, kv_heads, d]; float64 [heads, n, m], -inf if not seen."""
+    q, k = (np.asarray(array, np.float64) for array in (q, k))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
     of_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     is_sink = np.asarray(key_positions) < sinks
     logits = np.where(is_sink, np.einsum("nhd,mhd->hnm", of_sinks, k), np.einsum("nhd,mhd->hnm", q, k))
@@ -19,7 +17,13 @@ def dense_attention(
         logits = soft_cap * np.tanh(logits / soft_cap)
     distance = np.asarray(query_positions, np.int64)[:, None] - np.asarray(key_positions, np.int64)[None]
     seen = distance >= 0 if window is None else (distance >= 0) & ((distance < window) | is_sink)
-    logits = np.where(seen[None], logits, -np.inf)
+    return np.where(seen[None], logits, -np.inf)
+
+
+def dense_attention(q, k, v, query_positions, key_positions, *, sink_logits=None, **options):
+    """Attend q [n, heads, d] to k, v [m, kv_heads, d] at the given positions; float64 [n, heads, d]."""
+    logits = dense_logits(q, k, query_positions, key_positions, **options)
+    v = np.repeat(np.asarray(v, np.float64), q.shape[1] // v.shape[1], axis=1)
     if sink_logits is not None:
         sink = np.broadcast_to(np.asarray(sink_logits, np.float64)[:, None, None], (*logits.shape[:2], 1))
         logits, v = np.concatenate([logits, sink], -1), np.concatenate([v, np.zeros_like(v[:1])])

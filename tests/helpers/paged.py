@@ -1,16 +1,21 @@
 """Random sequences in shuffled pages, for every backend of the kernels: what holds no token is poisoned."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from helpers.driver import ids
-from helpers.oracle import dense_attention
+from helpers.driver import ids, jit
+from helpers.oracle import dense_attention, dense_logits
 
-from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference
+from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference, xla
 
 NO_WINDOW = 2**31 - 1
+# Of `case_of`: lengths around the edges of pages.
+SIZE, DIM = 8, 16
+LENGTHS = (0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 37)
 
 
 def rows_of(table, first_page, end_slot, *, ring=None, window=NO_WINDOW, sinks=0) -> Rows:
@@ -110,20 +115,58 @@ class Paged:
         """What the definition returns, with further options."""
         return reference.paged_attention(*self.arguments, **self.options | options)
 
-    def expected(self) -> np.ndarray:
-        """The oracle's outputs, from plain arrays without pages: float64, zeros for places without a token."""
-        out, place = np.zeros(self.q.shape), 0
-        options = {name: value for name, value in self.options.items() if name != "sink_query"}
+    def each_sequence(self) -> Iterator[tuple[int, slice, np.ndarray, np.ndarray]]:
+        """Yield sequences with queries: number, places and slots of the queries, and the slots of all tokens."""
+        place = 0
         for seq, count in enumerate(self.counts):
             at = np.arange(self.lengths[seq])
-            here = slice(place, place + count)
-            sink_query = self.options["sink_query"][here] if self.has_sink_query else None
-            out[here] = dense_attention(
-                self.q[here], self.k[seq], self.v[seq], at[len(at) - count :], at, window=self.window,
-                sinks=self.sinks, sink_query=sink_query, **options,
-            )  # fmt: skip
+            if count:
+                yield seq, slice(place, place + count), at[-count:], at
             place += count
+
+    def _seen(self, here: slice) -> dict[str, Any]:
+        """What the oracle needs to know of the queries at some places."""
+        options = {name: value for name, value in self.options.items() if name not in ("sink_query", "sink_logits")}
+        sink_query = self.options["sink_query"][here] if self.has_sink_query else None
+        return options | dict(window=self.window, sinks=self.sinks, sink_query=sink_query)
+
+    def expected(self) -> np.ndarray:
+        """The oracle's outputs, from plain arrays without pages: float64, zeros for places without a token."""
+        out = np.zeros(self.q.shape)
+        for seq, here, queries, at in self.each_sequence():
+            learned = self.options.get("sink_logits")
+            out[here] = dense_attention(
+                self.q[here], self.k[seq], self.v[seq], queries, at, sink_logits=learned, **self._seen(here)
+            )
         return out
+
+    def slots_in_row(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that a sequence still has, from 0, and the slots of its row, in order of entries, where they are."""
+        size, rows, at = self.page_size, self.arguments[4], np.arange(self.lengths[seq])
+        pinned, page = -(-self.sinks // size), at // size
+        entry = np.where(page < pinned, page, pinned + (page - pinned) % int(rows.rings[1]))
+        held = (page < pinned) | (page >= int(rows.first_page[1, 0, seq]))
+        return at[held], (entry * size + at % size)[held]
+
+    def logits(self, seq: int, here: slice, queries, at) -> np.ndarray:
+        """The oracle's logits [heads, queries, slots of the row], -inf where nothing is seen, of one sequence."""
+        dense = dense_logits(self.q[here], self.k[seq], queries, at, **self._seen(here))
+        tokens, slots = self.slots_in_row(seq)
+        assert (np.delete(dense, tokens, axis=-1) == -np.inf).all()
+        entries = self.arguments[4].page_table.shape[-1]
+        logits = np.full((*dense.shape[:2], entries * self.page_size), -np.inf)
+        logits[..., slots] = dense[..., tokens]
+        return logits
+
+    def some_pages(self, count: int) -> np.ndarray:
+        """A list of up to `count` pages of its own for every KV head and sequence, in any order, with gaps."""
+        rng, table = np.random.default_rng(self.seed), np.asarray(self.arguments[4].page_table[1])
+        listed = np.zeros((self.kv_heads, len(self.lengths), count), np.int32)
+        for head, seq in np.ndindex(listed.shape[:2]):
+            held = table[head // (self.kv_heads // self.groups), seq]
+            taken = rng.permutation(held[held > 0])[: rng.integers(1, count + 1)]
+            listed[head, seq, rng.permutation(count)[: len(taken)]] = taken
+        return listed
 
 
 def assert_equal(attention: Attention, expected: Attention, tolerance: float) -> None:
@@ -135,3 +178,24 @@ def assert_equal(attention: Attention, expected: Attention, tolerance: float) ->
             np.testing.assert_allclose(
                 np.asarray(got, np.float64), wanted, atol=tolerance, rtol=tolerance, err_msg=name
             )
+
+
+def case_of(query_lengths, *, lengths=LENGTHS, sinks_learned=False, **changes) -> Paged:
+    """Values behind the last token are 0, as `write_pages` leaves them; all that is in no page in use is NaN."""
+    options: dict[str, Any] = dict(scale=0.6, soft_cap=2.5)
+    if sinks_learned:
+        options["sink_logits"] = np.linspace(-2, 2, 4).astype(np.float32)
+    case: dict[str, Any] = dict(head_dim=DIM, kv_heads=2, heads=4, dtype=jnp.float32, behind=0, ring=5, options=options)
+    return Paged(list(lengths), query_lengths, **case | changes)
+
+
+@functools.partial(jit, static_argnames=("max_query_length", "scale", "soft_cap", "last_logits"))
+def _xla(*arguments, **options):
+    return xla.paged_attention(*arguments, **options)
+
+
+def by_xla(case: Paged, arguments=None, **options) -> Attention:
+    """What the XLA backend returns, for other arguments than the case's and with further options."""
+    given = {name: value if isinstance(value, float) else jnp.asarray(value) for name, value in case.options.items()}
+    longest = 1 if case.longest == 1 else 20
+    return _xla(*(case.arguments if arguments is None else arguments), max_query_length=longest, **given | options)

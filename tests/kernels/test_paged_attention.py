@@ -1,7 +1,6 @@
 """Both backends of paged attention over shuffled page tables: a worked example, an oracle, and planted errors."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -9,37 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.driver import ids, jit
+from helpers.driver import ids
 from helpers.oracle import dense_attention
-from helpers.paged import NO_WINDOW, Paged, assert_equal, rows_of, with_rows
+from helpers.paged import DIM, LENGTHS, NO_WINDOW, SIZE, assert_equal, by_xla, case_of, rows_of, with_rows
 
 from kvjax.kernels.paged_attention import Queries, reference, xla
 
-SIZE, ENTRIES, DIM = 8, 5, 16
-LENGTHS = (0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 37)
 DECODES, PREFILLS, MIXED = [0, 1, 1, 1, 1, 1, 1], [0, 1, 7, 3, 9, 16, 20], [0, 1, 1, 8, 1, 5, 1]
-
-
-def case_of(query_lengths, *, sinks_learned=False, **changes) -> Paged:
-    """Values behind the last token are 0, as `write_pages` leaves them; all that is in no page in use is NaN."""
-    options: dict[str, Any] = dict(scale=0.6, soft_cap=2.5)
-    if sinks_learned:
-        options["sink_logits"] = np.linspace(-2, 2, 4).astype(np.float32)
-    case: dict[str, Any] = dict(
-        head_dim=DIM, kv_heads=2, heads=4, dtype=jnp.float32, behind=0, ring=ENTRIES, options=options
-    )
-    return Paged(list(LENGTHS), query_lengths, **case | changes)
-
-
-@functools.partial(jit, static_argnames=("max_query_length", "scale", "soft_cap", "last_logits"))
-def _xla(*arguments, **options):
-    return xla.paged_attention(*arguments, **options)
-
-
-def by_xla(case: Paged, arguments=None, **options):
-    given = {name: value if isinstance(value, float) else jnp.asarray(value) for name, value in case.options.items()}
-    longest = 1 if case.longest == 1 else 20
-    return _xla(*(case.arguments if arguments is None else arguments), max_query_length=longest, **given | options)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -68,7 +43,7 @@ def test_worked_example(backend):
     "changes",
     [
         dict(), dict(window=SIZE), dict(window=SIZE + 1, start=500), dict(window=1), dict(groups=2),
-        dict(sinks_learned=True),
+        dict(sinks_learned=True), dict(window=9, sinks=11, has_sink_query=True, ring=4),
     ],
     ids=str,
 )  # fmt: skip
