@@ -1,0 +1,111 @@
+"""Faults planted in the source of the TPU kernel: the interpreter must notice every one."""
+
+import functools
+import inspect
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.paged import Paged
+from helpers.tpu import BLOCK, DIM, attend, check
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels.paged_attention import tpu, tpu_block, tpu_fetch, tpu_kernel, tpu_plan
+
+# Faults planted in the source: (module, what stands there, the fault). Every one must fail a case of the suite.
+SOURCE_FAULTS = {
+    "missing wait for pages": (tpu_kernel, "            fetch.wait(step, i, slot)\n", ""),
+    "missing wait for a page": (tpu_fetch, "slot, lambda j: 0, lambda copy: copy.wait()",
+                                "slot, lambda j: 0, lambda copy: None"),
+    "missing wait for values": (tpu_fetch, "(at.keys, at.values, at.positions)", "(at.keys, at.positions)"),
+    "missing wait for ids": (tpu_kernel, "                fetch.wait_ids(following, next_row)\n", ""),
+    "buffer not free": (tpu_kernel, "(step, i + 1, next_slot, row)", "(step, i + 1, slot, row)"),
+    "stale page id": (tpu_kernel, "fetch.start(following, 0, next_slot, next_row)",
+                      "fetch.start(following, 0, next_slot, row)"),
+    "swapped pages": (tpu_fetch, "pool.values.at[page, here]", "pool.values.at[page_of(j ^ 1), here]"),
+    "page of another group": (tpu_fetch, "lax.div(part, self._slices())", "0 * part"),
+    "wrong head map": (tpu_fetch, "lax.rem(self._part(step)[0], slices) * heads, heads", "0, heads"),
+    "unmasked tail": (tpu_block, "(in_reach & (positions <= latest))", "(in_reach & (positions <= latest + 1))"),
+    "stale positions": (tpu_block, "jnp.where(index < live * page_size, positions, -1)", "positions"),
+    "values of empty slots not zeroed": (tpu_block, "jnp.broadcast_to(used, (LANES, LANES)).T > 0",
+                                         "jnp.broadcast_to(used, (LANES, LANES)).T > -1"),
+    "dropped scale": (tpu_block, "logits * (scale * LOG2E)", "logits * LOG2E"),
+    "old total not shrunk": (tpu_block, "at.total[here, :rows] * shrink +", "at.total[here, :rows] +"),
+    "old output not shrunk": (tpu_block, "at.acc[here, :rows] * shrink +", "at.acc[here, :rows] +"),
+    "tile not emptied": (tpu_block, "at.total[...] = jnp.zeros_like(at.total)", "pass"),
+    "window + 1": (tpu_block, "latest - tile.window + 1", "latest - tile.window"),
+    "window - 1": (tpu_block, "latest - tile.window + 1", "latest - tile.window + 2"),
+    "one page too few": (tpu_plan, "end = -(-(first_slot + tokens[None]) // page_size)",
+                         "end = (first_slot + tokens[None]) // page_size"),
+    "one page skipped": (tpu_plan, "oldest_slot // page_size)", "oldest_slot // page_size + 1)"),
+    "one slot too few": (tpu_plan, "first_slot = ends - left[None]", "first_slot = ends - left[None] - 1"),
+    "sink off by one": (tpu_block, "positions < tile.start + choices.sinks",
+                        "positions < tile.start + choices.sinks + 1"),
+    "sink counted twice": (tpu_block, "jnp.exp2(sinks - higher)", "2 * jnp.exp2(sinks - higher)"),
+    "query of sinks for all": (tpu_block, "jnp.where(is_sink,", "jnp.where(is_sink | True,"),
+}  # fmt: skip
+
+
+@functools.cache
+def _suite():
+    """Small cases that together use everything: (case, mode, heads of a step)."""
+    learned = np.array([0.5, -1, 1, 0], np.float32)
+    wide: dict[str, Any] = dict(head_dim=DIM, kv_heads=2, heads=4)
+    return (
+        (Paged([150, 17, 9], **wide, groups=2, options=dict(sink_logits=learned)), "eager", 1),
+        (Paged([150, 20, 8], **wide, window=9, ring=3, sinks=3, has_sink_query=True), "on_wait", 1),
+        (Paged([300, 16, 9], query_lengths=[9, 16, 1], **wide), "eager", 2),
+    )
+
+
+def _fails(attend) -> str | None:
+    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
+    for i, (case, mode, heads) in enumerate(_suite()):
+        shape = tpu.Shape(heads, BLOCK, 1 if case.longest == 1 else 8)
+        try:
+            check(attend(case, shape=shape, mode=mode), case)
+        except AssertionError:
+            return f"case {i}: wrong output"
+        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
+            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+    return None
+
+
+def _with_fault(module, old: str, new: str):
+    """The entry point of a copy of the kernel's modules, one of which has the fault."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+    copies = {}
+    for original in (tpu_plan, tpu_block, tpu_fetch, tpu_kernel, tpu):
+        text = inspect.getsource(original)
+        text = text.replace(old, new) if original is module else text
+        copy = types.ModuleType(original.__name__)
+        exec(compile(text, original.__name__, "exec"), copy.__dict__)
+        for name, other in copies.items():
+            for attribute in vars(other):
+                if attribute in copy.__dict__ and getattr(vars(other)[attribute], "__module__", None) == name:
+                    setattr(copy, attribute, vars(other)[attribute])
+        copies[original.__name__] = copy
+    return copies[tpu.__name__]
+
+
+@pytest.mark.slow
+def test_mutation_suite_passes_without_a_fault():
+    assert _fails(attend) is None
+
+
+@pytest.mark.slow
+def test_mutation_every_planted_fault_is_noticed(capsys):
+    noticed = {}
+    for name, fault in SOURCE_FAULTS.items():
+        jax.clear_caches()
+        noticed[name] = _fails(functools.partial(attend, kernel=_with_fault(*fault)))
+    with capsys.disabled():
+        print()
+        for name, by in noticed.items():
+            print(f"    {name:36} {by or 'NOT NOTICED'}")
+    assert all(noticed.values())
