@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvjax.attention import attend as attend
+    from kvjax.attention import plan_step as plan_step
     from kvjax.cache import Cache as Cache
     from kvjax.cache import Status as Status
     from kvjax.cache import clear_status as clear_status
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "attend": "kvjax.attention",
+    "plan_step": "kvjax.attention",
     "Cache": "kvjax.cache",
     "Status": "kvjax.cache",
     "clear_status": "kvjax.cache",

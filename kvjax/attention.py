@@ -71,21 +71,50 @@ def attend(
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
     cache = _write(cache, step, layer, k, v)
-    rows = _rows(cache, step, layer)
-    queries = Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap)
     pool = (cache.keys, cache.values, cache.positions)
-    arguments = (q, *pool, rows, queries)
+    arguments = (q, *pool, _rows(cache, step, layer), _queries(cache, step))
     if chosen == "reference":
         return _on_host(arguments, sink_logits, options), cache
     if chosen == "hopper":
         from kvjax.kernels.paged_attention import hopper as kernel
+
+        options["plan"] = step.plan
     else:
         from kvjax.kernels.paged_attention import xla as kernel
     attention = kernel.paged_attention(
         *arguments, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
     )
     return attention.out, cache
+
+
+def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
+    """Work out once for all layers what a kernel needs to know about a step.
+
+    For models that scan over their layers: without it every layer's `attend` does it anew, because XLA does not move
+    it out of the loop. The results are the same with and without.
+
+    Args:
+        cache: the cache, after `begin_step`.
+        step: as `begin_step` returned it.
+        query_heads: heads of the queries of every layer.
+        implementation: as for `attend`.
+
+    Returns: the step, to be used in its place.
+
+    Raises: as `attend` does, of an implementation.
+    """
+    spec = cache.spec
+    if choose(spec, query_heads, spec.format, implementation) != "hopper":
+        return step
+    from kvjax.kernels.paged_attention import hopper
+
+    plan = hopper.plan(
+        _rows(cache, step, 0), _queries(cache, step), num_tokens=step.sequence.shape[0], heads=query_heads,
+        head_dim=spec.head_dim, heads_per_group=spec.heads_per_group, page_size=spec.page_size,
+        max_query_length=step.max_query_length,
+    )  # fmt: skip
+    return dataclasses.replace(step, plan=plan)
 
 
 def _known_layer(spec: CacheSpec, layer) -> int | Array:
@@ -136,6 +165,10 @@ def _rows(cache: Cache, step: Step, layer) -> Rows:
     rings, windows = (jnp.asarray(np.array(of, np.int32)) for of in (spec.rings, windows))
     end_slot = cache.next_slot + step.lengths[None, None]
     return Rows(cache.page_table, cache.first, end_slot, rings, windows, jnp.asarray(layer, jnp.int32))
+
+
+def _queries(cache: Cache, step: Step) -> Queries:
+    return Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
 
 
 def _on_host(arguments, sink_logits, options):

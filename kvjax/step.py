@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class Step:
         writes: the pages that receive keys and values.
         index: bool [seqs], sequences whose full pages get a reference for the prefix index.
         max_query_length: most tokens of one sequence (static).
+        plan: what `plan_step` worked out for a kernel.
     """
 
     ok: Bool[Array, ""]
@@ -47,6 +49,7 @@ class Step:
     writes: Writes
     index: Bool[Array, " seqs"]
     max_query_length: int = dataclasses.field(metadata=dict(static=True))
+    plan: Any = None
 
     @property
     def last_token(self) -> Int32[Array, " seqs"]:

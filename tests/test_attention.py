@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.driver import DECODE, HEADS, PREFILL, SIZE, SPEC, WINDOW, Twin, ids, jit
 
-from kvjax.attention import attend
+from kvjax.attention import attend, plan_step
 from kvjax.cache import init_cache
 from kvjax.errors import InputError
 from kvjax.invariants import check
@@ -193,3 +193,10 @@ def test_padding_and_refused_steps_write_to_trash_only():
     differ = (np.nan_to_num(np.asarray(twin.cache.keys)) != np.nan_to_num(before)).any((1, 2, 3))
     own = np.asarray(twin.cache.page_table)[:, :, 1, 0].reshape(-1)
     assert set(np.flatnonzero(differ)) - {0} <= set(own.tolist())
+
+
+def test_a_step_is_planned_only_for_kernels_that_need_it():
+    cache, step = begin_step(init_cache(SPEC), ids([1, 1, 0, 0]), **DECODE)
+    assert plan_step(cache, step, SPEC.num_kv_heads) is step
+    with pytest.raises(NotImplementedError, match="is no Hopper GPU"):
+        plan_step(cache, step, SPEC.num_kv_heads, implementation="hopper")

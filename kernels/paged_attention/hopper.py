@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
-from kvjax.kernels.paged_attention.hopper_block import ROWS, Shape
+from kvjax.kernels.paged_attention.hopper_join import Parts, join_fragments
 from kvjax.kernels.paged_attention.hopper_kernel import attend_tiles
-from kvjax.kernels.paged_attention.tiles import join_fragments, row_limits, share_work, tiles_of
+from kvjax.kernels.paged_attention.hopper_logits import logits_by_slot
+from kvjax.kernels.paged_attention.hopper_plan import Plan, listed_rows, make_plan, shape_of, tokens_of_tile
+from kvjax.kernels.paged_attention.hopper_shared import Config, Inputs, Shape
+from kvjax.kernels.paged_attention.tiles import Tiles
 
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 MOST_HEADS = 16  # query heads of a KV head
-_PROCESSORS = 132  # of an H100 or H200
 
 
 def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads_per_kv_head: int) -> str | None:
@@ -34,13 +37,22 @@ def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads
     return None
 
 
-def shape_of(head_dim: int, kv_heads: int, *, is_decode: bool) -> Shape:
-    """Choose blocks and stages that fit 227 KB of shared memory and the registers, and CTAs that fill the chip."""
-    workers = max(_PROCESSORS // kv_heads, 1)
-    if head_dim == 256:
-        # The accumulator alone takes 128 registers of a thread, so that there is room for one consumer.
-        return Shape(64, 2, workers, 1, not is_decode)
-    return Shape(64, 4 if is_decode else 2, workers, 2, not is_decode)
+def plan(
+    rows: Rows, queries: Queries, *, num_tokens: int, heads: int, head_dim: int, heads_per_group: int, page_size: int,
+    max_query_length: int,
+) -> Plan:  # fmt: skip
+    """Plan a step for all its layers, for `paged_attention`.
+
+    Args:
+        rows, queries: of the step; the plan serves any `rows.layer`.
+        num_tokens: places for packed tokens (static).
+        heads: query heads of a layer; head_dim, heads_per_group, page_size: of the pool.
+        max_query_length: as in `paged_attention`.
+    """
+    kv_heads, is_decode = heads_per_group * rows.page_table.shape[1], max_query_length == 1
+    shape = shape_of(head_dim, kv_heads, is_decode=is_decode)
+    tile_tokens = tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode)
+    return make_plan(rows, queries, num_tokens=num_tokens, page_size=page_size, shape=shape, tile_tokens=tile_tokens)
 
 
 def paged_attention(
@@ -54,7 +66,11 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " heads"] | None = None,
+    sink_query: Float[Array, "tokens heads head_dim"] | None = None,
+    page_list: Int32[Array, "kv_heads seqs n"] | None = None,
+    last_logits: int = 0,
     max_query_length: int,
+    plan: Plan | None = None,
     shape: Shape | None = None,
     interpret: Any = None,
 ) -> Attention:
@@ -62,68 +78,117 @@ def paged_attention(
 
     Args:
         max_query_length: static bound of `queries.lengths`; 1 chooses tiles of one token.
+        plan: what `plan` returned for this step, else it is made here.
         shape: static choices, `shape_of` by default.
         interpret: `plgpu.InterpretGPUParams` to run without a GPU.
 
     Returns: outputs in the dtype of `q`; softmax and accumulation are float32.
 
-    Raises: NotImplementedError for what the kernel cannot serve.
+    Raises: NotImplementedError for what the kernel cannot serve; ValueError for a page list in a step that is not of
+        one query token a sequence.
     """
     kv_heads = keys.shape[1] * rows.page_table.shape[1]
-    heads, head_dim, page_size = q.shape[1] // kv_heads, q.shape[2], keys.shape[2]
     reason = refuses(
-        head_dim=head_dim, page_size=page_size, dtype=str(q.dtype), pool_dtype=str(keys.dtype), heads_per_kv_head=heads
-    )
+        head_dim=q.shape[2], page_size=keys.shape[2], dtype=str(q.dtype), pool_dtype=str(keys.dtype),
+        heads_per_kv_head=q.shape[1] // kv_heads,
+    )  # fmt: skip
+    if page_list is not None and rows.sinks:
+        reason = "a page list and sinks in one call"
     if reason is not None:
         raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")
-    is_decode = max_query_length == 1
-    shape = shape or shape_of(head_dim, kv_heads, is_decode=is_decode)
-    parts = shape.consumers if shape.shares_blocks else 1
-    tile_tokens = 1 if is_decode else parts * ROWS // heads
-    tiles = tiles_of(queries, q.shape[0], tile_tokens)
-    work = share_work(
-        rows, queries, tiles, page_size=page_size, piece=shape.piece(page_size), block=shape.block,
-        workers=shape.workers,
-    )  # fmt: skip
-    part_rows = -(-heads // 8) * 8 if is_decode else ROWS
-    tiled = _tile_rows(q, tiles, kv_heads, parts * part_rows).reshape(-1, kv_heads, parts, part_rows, head_dim)
-    limits = jnp.repeat(row_limits(tiles, queries, rows.windows[rows.layer]), heads, axis=2)
-    limits = jnp.pad(limits, ((0, 0), (0, 0), (0, parts * ROWS - limits.shape[2])), constant_values=-1)
-    limits = limits.reshape(-1, 2, parts, ROWS).swapaxes(1, 2)
-    out, stats = attend_tiles(
-        tiled, limits, keys, values, positions, rows, tiles, work, shape=shape, scale=scale, soft_cap=soft_cap,
-        interpret=interpret,
-    )  # fmt: skip
-    joined = out.shape[:2] + ((1, parts * part_rows) if shape.shares_blocks else (shape.consumers, part_rows))
-    maximum, total = (stats[:, :, :, i, :part_rows].reshape(joined) for i in range(2))
-    sinks = None if sink_logits is None else _rows_of_heads(sink_logits.reshape(kv_heads, -1), parts * part_rows)
-    attended, lse = join_fragments(out.reshape(*joined, head_dim), maximum, total, work, sinks)
-    out = _untile_rows(attended, tiles, q.shape, 0)
-    return Attention(out.astype(q.dtype), _untile_rows(lse[..., None], tiles, (*q.shape[:2], 1), -jnp.inf)[..., 0])
+    if page_list is not None and max_query_length > 1:
+        raise ValueError(f"page_list goes with max_query_length 1, not {max_query_length}")
+    call = _Call(keys, values, positions, rows, page_list, scale, soft_cap, shape, interpret)
+    queried = (q,) if sink_query is None or not rows.sinks else (q, sink_query)
+    if max_query_length == 1:
+        return call.attend(queried, queries, sink_logits, plan, is_decode=True, last_logits=last_logits)
+    attention = call.attend(queried, queries, sink_logits, plan, is_decode=False)
+    if last_logits:
+        # Few queries beside those of the prefill, for which keys and values are read once more.
+        last = call.attend(queried, queries.last(last_logits), None, None, is_decode=False, last_logits=last_logits)
+        attention = dataclasses.replace(attention, slot_logits=last.slot_logits)
+    return attention
 
 
-def _tile_rows(q, tiles, kv_heads: int, num_rows: int):
-    """[tokens, heads, head_dim] -> [tiles, kv_heads, rows, head_dim]: a row is a token and one of its query heads."""
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call's pool, rows and options."""
+
+    keys: Array
+    values: Array
+    positions: Array
+    rows: Rows
+    page_list: Array | None
+    scale: float
+    soft_cap: float | None
+    shape: Shape | None
+    interpret: Any
+
+    def attend(
+        self, queried: tuple[Array, ...], queries: Queries, sink_logits, plan: Plan | None, *, is_decode: bool,
+        last_logits: int = 0,
+    ) -> Attention:  # fmt: skip
+        """Attend queries, of as many kinds as are given."""
+        num_tokens, heads, head_dim = queried[0].shape
+        rows, page_size = self.rows, self.keys.shape[2]
+        kv_heads = self.keys.shape[1] * rows.page_table.shape[1]
+        shape = self.shape or shape_of(head_dim, kv_heads, is_decode=is_decode)
+        config = Config(
+            shape=shape, page_size=page_size, heads_per_group=self.keys.shape[1], head_dim=head_dim,
+            heads=heads // kv_heads, tile_tokens=tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode),
+            kinds=len(queried), sinks=rows.sinks, is_listed=self.page_list is not None, has_logits=last_logits > 0,
+            scale=self.scale, soft_cap=self.soft_cap, is_interpreted=self.interpret is not None,
+        )  # fmt: skip
+        if self.page_list is not None:
+            rows, plan = listed_rows(rows, self.page_list, page_size), None
+        if plan is None or (plan.shape, plan.tile_tokens) != (shape, config.tile_tokens):
+            plan = make_plan(
+                rows, queries, num_tokens=num_tokens, page_size=page_size, shape=shape,
+                tile_tokens=config.tile_tokens, is_ordered=self.page_list is None,
+            )  # fmt: skip
+        given = self._inputs(queried, rows, plan, config)
+        most_blocks = config.sink_blocks + -(-rows.page_table.shape[-1] * page_size // shape.block)
+        out, stats, logits = attend_tiles(given, config, most_blocks, self.interpret)
+        joined, lse = join_fragments(Parts(out, stats), given, sink_logits, config, self.interpret)
+        out = _untile_rows(joined, plan.tiles, queries, queried[0].shape, 0)
+        lse = _untile_rows(lse[..., None], plan.tiles, queries, (num_tokens, heads, 1), -jnp.inf)
+        if logits is not None:
+            logits = logits_by_slot(logits, rows, queries, plan.work, config, last_logits)
+        return Attention(out, lse[..., 0], logits)
+
+    def _inputs(self, queried, rows: Rows, plan: Plan, config: Config) -> Inputs:
+        kv_heads, tiles = queried[0].shape[1] // config.heads, plan.tiles
+        tiled = [_tile_rows(q, tiles, kv_heads, config) for q in queried]
+        return Inputs(
+            jnp.stack(tiled, axis=2), self.keys, self.values, self.positions, rows.page_table, plan.rings,
+            plan.windows, rows.layer[None], tiles.sequence, tiles.tokens, tiles.position, tiles.start,
+            *vars(plan.work).values(),
+        )  # fmt: skip
+
+
+def _tile_rows(q, tiles: Tiles, kv_heads: int, config: Config):
+    """[tokens, heads, head_dim] -> [tiles, kv_heads, parts, rows, head_dim]: a row is a token and a query head."""
     # Tiles of one token are the tokens in order.
-    tokens = q[:, None] if tiles.places.shape[1] == 1 else q[tiles.places]
+    tokens = q[:, None] if config.tile_tokens == 1 else q[tiles.places]
     tiled = tokens.reshape(*tiles.places.shape, kv_heads, -1, q.shape[-1]).swapaxes(1, 2)
     tiled = tiled.reshape(tiled.shape[0], kv_heads, -1, q.shape[-1])
-    return jnp.pad(tiled, ((0, 0), (0, 0), (0, num_rows - tiled.shape[2]), (0, 0)))
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, config.parts * config.rows - tiled.shape[2]), (0, 0)))
+    return tiled.reshape(-1, kv_heads, config.parts, config.rows, q.shape[-1])
 
 
-def _rows_of_heads(of_heads, num_rows: int):
-    """[kv_heads, query heads] -> [kv_heads, rows]."""
-    return jnp.tile(of_heads, (1, -(-num_rows // of_heads.shape[1])))[:, :num_rows]
-
-
-def _untile_rows(attended, tiles, shape: tuple[int, ...], padding: float):
-    """[kv_heads, tiles, rows, head_dim] -> [tokens, heads, head_dim], `padding` for places without a token."""
-    kv_heads, num_tiles, _, head_dim = attended.shape
-    tile_tokens, heads = tiles.places.shape[1], shape[1] // kv_heads
-    attended = attended[:, :, : tile_tokens * heads].reshape(kv_heads, num_tiles, tile_tokens, heads, head_dim)
-    attended = attended.transpose(1, 2, 0, 3, 4).reshape(-1, *shape[1:])
-    is_token = jnp.arange(tile_tokens, dtype=jnp.int32)[None] < tiles.tokens[:, None]
-    if tile_tokens == 1:
-        return jnp.where(is_token[..., None], attended, padding)
-    places = jnp.where(is_token, tiles.places, shape[0]).reshape(-1)
-    return jnp.full(shape, padding, attended.dtype).at[places].set(attended, mode="drop")
+def _untile_rows(tiled, tiles: Tiles, queries: Queries, shape: tuple[int, ...], nothing: float):
+    """[tiles, kv_heads, rows, n] -> [tokens, heads, n], `nothing` for places without a token."""
+    num_tiles, kv_heads = tiled.shape[:2]
+    if tiles.places.shape[1] == 1:
+        return tiled.reshape(shape)
+    heads, tile_tokens = shape[1] // kv_heads, tiles.places.shape[1]
+    of_tokens = tiled[:, :, : tile_tokens * heads].reshape(num_tiles, kv_heads, tile_tokens, heads, shape[2])
+    of_tokens = of_tokens.swapaxes(1, 2).reshape(-1, *shape[1:])
+    place = jnp.arange(shape[0], dtype=jnp.int32)
+    ends = queries.starts + queries.lengths
+    sequence = jnp.minimum((ends[None] <= place[:, None]).sum(1, dtype=jnp.int32), ends.shape[0] - 1)
+    before = jnp.cumsum(-(-queries.lengths // tile_tokens), dtype=jnp.int32) - -(-queries.lengths // tile_tokens)
+    row = before[sequence] * tile_tokens + place - queries.starts[sequence]
+    is_token = (place >= queries.starts[sequence]) & (place < ends[sequence])
+    taken = of_tokens[jnp.where(is_token, row, 0)]
+    return jnp.where(is_token[:, None, None], taken, jnp.asarray(nothing, taken.dtype))

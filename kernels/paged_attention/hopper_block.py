@@ -2,93 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.paged_attention.hopper_shared import ROWS, Config, Scratch, tile_columns
 from kvjax.kernels.paged_attention.tiles import LOG2E
 
-ROWS = 64  # of one warpgroup's product
 EMPTY = -1e30
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static choices.
-
-    Attributes:
-        block: slots of a block.
-        stages: blocks in flight; a multiple of the consumers that take turns.
-        workers: CTAs of one KV head.
-        consumers: warpgroups that compute.
-        shares_blocks: every consumer has rows of its own and reads all blocks; else they take turns.
-    """
-
-    block: int
-    stages: int
-    workers: int
-    consumers: int
-    shares_blocks: bool
-
-    def piece(self, page_size: int) -> int:
-        """Slots that one copy brings: a page, or the part of it that a block has."""
-        return min(page_size, self.block)
-
-
-class Scratch(NamedTuple):
-    """The kernel's shared memory and barriers.
-
-    Attributes:
-        queries: [parts, 64, head_dim].
-        limits: int32 [parts, 2, 64], first and last position a row sees.
-        keys, values: [stages, block, head_dim].
-        positions: int32 [stages, block].
-        out: float32 [consumers, 64, columns].
-        stats: float32 [consumers, 2, 64], maximum and total.
-        q_full, k_full, v_full: a copy has arrived.
-        q_free, k_free, v_free: its readers have done.
-        zeroed: the first consumer has zeroed the values of empty slots.
-    """
-
-    queries: Any
-    limits: Any
-    keys: Any
-    values: Any
-    positions: Any
-    out: Any
-    stats: Any
-    q_full: Any
-    q_free: Any
-    zeroed: Any
-    k_full: Any
-    k_free: Any
-    v_full: Any
-    v_free: Any
-
-
-def attend_block(at: Scratch, slot, part, limits, carry, zero, scale: float, soft_cap: float | None, interpret: bool):
-    """Attend a part of the queries to the block in a slot.
+def attend_block(config: Config, at: Scratch, slot, query, limits, carry, zero, store_logits):
+    """Attend queries to the block in a slot.
 
     Args:
+        config: static choices.
         at: shared memory and barriers.
         slot: where the block is, or will be when its barriers say so.
-        part: of the queries.
-        limits: first and last position of each row.
+        query: kind and part of the queries.
+        limits: first and last position of each row, or of all.
         carry: accumulator, maximum (base 2) and total so far.
-        zero: zeroes the values of empty slots where the block has any.
-        scale, soft_cap: of the logits.
-        interpret: whether the interpreter runs this.
+        zero: zeroes the values of empty slots where the block may have any.
+        store_logits: takes the masked logits, in base 2.
 
     Returns: the carry with the block.
     """
     acc, maximum, total = carry
     plgpu.barrier_wait(at.k_full.at[slot])
-    logits = product(at.queries.at[part], at.keys.at[slot].T, (ROWS, at.keys.shape[1]))
-    logits = mask(cap(logits, scale, soft_cap), at.positions.at[slot], limits)
+    logits = product(at.queries.at[query], at.keys.at[slot].T, (ROWS, at.keys.shape[1]))
+    logits = mask(cap(logits, config.scale, config.soft_cap), at.positions.at[slot], limits)
+    store_logits(logits)
     weights, shrink, maximum, total = softmax_step(logits, maximum, total)
     acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
     plgpu.barrier_wait(at.v_full.at[slot])
@@ -96,7 +40,7 @@ def attend_block(at: Scratch, slot, part, limits, carry, zero, scale: float, sof
     # The fence orders the reads of positions before the copy that overwrites them.
     plgpu.commit_smem()
     plgpu.barrier_arrive(at.k_free.at[slot])
-    acc = add_product(acc, weights.astype(at.values.dtype), at.values.at[slot], interpret)
+    acc = add_product(acc, weights.astype(at.values.dtype), at.values.at[slot], config.is_interpreted)
     plgpu.barrier_arrive(at.v_free.at[slot])
     return acc, maximum, total
 
@@ -111,9 +55,13 @@ def cap(logits, scale: float, soft_cap: float | None):
 def mask(logits, positions, limits):
     """Logits of the slots whose position lies within the limits of the row, EMPTY elsewhere."""
     position = plgpu.load(positions, layout=plgpu.Layout.WGMMA.reduce(0))
-    position = lax.broadcast_in_dim(position, logits.shape, [1])
-    earliest, latest = (lax.broadcast_in_dim(of_row, logits.shape, [0]) for of_row in limits)
-    visible = (position >= earliest) & (position <= latest)
+    earliest, latest = limits
+    if jnp.ndim(latest):
+        position = lax.broadcast_in_dim(position, logits.shape, [1])
+        earliest, latest = (lax.broadcast_in_dim(of_row, logits.shape, [0]) for of_row in limits)
+        visible = (position >= earliest) & (position <= latest)
+    else:
+        visible = lax.broadcast_in_dim((position >= earliest) & (position <= latest), logits.shape, [1])
     return jnp.where(visible, logits, EMPTY)
 
 
@@ -154,8 +102,3 @@ def zero_empty(values, positions) -> None:
         used = lax.broadcast_in_dim(position >= 0, matrix.shape, [0])
         part[...] = jnp.where(used, matrix, jnp.zeros_like(matrix))
     plgpu.commit_smem()
-
-
-def tile_columns(head_dim: int) -> int:
-    """Columns of a swizzled tile in shared memory."""
-    return 64 if head_dim % 64 == 0 else 32

@@ -1,0 +1,34 @@
+"""Running the Hopper kernel without a GPU."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from helpers.paged import Paged, assert_equal
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels.paged_attention import Attention, hopper, hopper_shared
+
+SMALL = hopper_shared.Shape(block=64, stages=2, workers=3, consumers=2, shares_blocks=False)
+PREFILL = dataclasses.replace(SMALL, shares_blocks=True)
+
+
+def attend(case: Paged, *, shape=SMALL, arguments=None, kernel=hopper, **options) -> Attention:
+    """Run the kernel in the interpreter."""
+    given = {name: jnp.asarray(value) if np.ndim(value) else value for name, value in case.options.items()}
+    return kernel.paged_attention(
+        *(case.arguments if arguments is None else arguments), shape=shape,
+        max_query_length=1 if case.longest == 1 else 128,
+        interpret=plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan"), **given | options,
+    )  # fmt: skip
+
+
+def check(attention: Attention, case: Paged, **options) -> None:
+    """Compare with the definition."""
+    assert_equal(attention, case.reference(**options), 0.02)
+
+
+def forget_state() -> None:
+    """After an exception the interpreter keeps its state."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -1,0 +1,143 @@
+"""Faults planted in the source of the Hopper kernel: every one must be noticed by a small case."""
+
+import dataclasses
+import functools
+import inspect
+import types
+
+import jax
+import numpy as np
+import pytest
+from helpers.hopper import PREFILL, SMALL, attend, check, forget_state
+from helpers.paged import Paged
+
+from kvjax.kernels.paged_attention import (
+    hopper,
+    hopper_block,
+    hopper_join,
+    hopper_kernel,
+    hopper_logits,
+    hopper_plan,
+    hopper_run,
+    hopper_shared,
+    tiles,
+)
+
+MODULES = (
+    tiles,
+    hopper_shared,
+    hopper_plan,
+    hopper_block,
+    hopper_run,
+    hopper_kernel,
+    hopper_join,
+    hopper_logits,
+    hopper,
+)
+
+# (module, what stands there, the fault).
+FAULTS = {
+    "missing wait for keys": (hopper_block, "plgpu.barrier_wait(at.k_full.at[slot])\n", "pass\n"),
+    "missing wait for values": (hopper_block, "plgpu.barrier_wait(at.v_full.at[slot])\n", "pass\n"),
+    "missing wait for a free buffer": (
+        hopper_kernel, "pl.when(is_reused)(lambda: plgpu.barrier_wait(at.k_free.at[slot]))", "pass"
+    ),
+    "missing wait for the query": (hopper_kernel, "plgpu.barrier_wait(at.q_full)\n", "pass\n"),
+    "missing wait for a part": (hopper_join, "plgpu.barrier_wait(at.full.at[slot])\n", "pass\n"),
+    "missing wait for the zeroing": (
+        hopper_kernel, "pl.when(me != 0)(lambda: plgpu.barrier_wait(at.zeroed))", "pass"
+    ),
+    "missing commit of a fragment": (hopper_kernel, "plgpu.commit_smem()\n            for i, of", "for i, of"),
+    "missing commit of the result": (
+        hopper_join, "maximum * (1 / LOG2E) + jnp.log(total))\n        plgpu.commit_smem()",
+        "maximum * (1 / LOG2E) + jnp.log(total))",
+    ),
+    "values of empty slots not zeroed": (hopper_block, "position >= 0, matrix.shape", "position >= -1, matrix.shape"),
+    "full blocks counted short": (hopper_run, "lambda block: block >= first\n", "lambda block: block > first\n"),
+    "unmasked tail": (hopper_block, "broadcast_in_dim((position >= earliest) &", "broadcast_in_dim("),
+    "not causal": (
+        hopper_block, "visible = (position >= earliest) & (position <= latest)", "visible = position >= earliest"
+    ),
+    "stale page id": (hopper_kernel, "following = pages_of(i + 1)", "following = pages_of(i)"),
+    "swapped pages": (hopper_kernel, "values.at[page, there]", "values.at[pages[-1 - j][0], there]"),
+    "dropped scale": (hopper_block, "logits * (scale * LOG2E)", "logits * LOG2E"),
+    "wrong head map": (hopper_kernel, "self.given.q.at[tile, self.head,", "self.given.q.at[tile, 0,"),
+    "wrong layer": (hopper, "plan.windows, rows.layer[None]", "plan.windows, rows.layer[None] * 0"),
+    "old total not shrunk": (hopper_block, "total * shrink + weights", "total + weights"),
+    "window + 1": (hopper_run, "windows[self.layer] - 1", "windows[self.layer]"),
+    "window - 1": (hopper_run, "windows[self.layer] - 1", "windows[self.layer] - 2"),
+    "one piece too few": (tiles, "end_piece = -(-(first_slot + tiles.tokens[None, None]) // piece)",
+                          "end_piece = (first_slot + tiles.tokens[None, None]) // piece"),
+    "one piece skipped": (tiles, "oldest_piece = oldest_slot // piece", "oldest_piece = oldest_slot // piece + 1"),
+    "a fragment left out": (hopper_join, "(last - first + 1) * in_turns", "(last - first) * in_turns"),
+    "parts not shrunk": (hopper_join, "other_total * factor", "other_total"),
+    "learned sink counted twice": (hopper_join, "jnp.ones_like(sink)", "2 * jnp.ones_like(sink)"),
+    "sinks + 1": (hopper_run, "start + self.config.sinks\n", "start + self.config.sinks + 1\n"),
+    "sinks seen by the query of the others": (hopper_run, "self.config.kinds - 1, 0)", "0, 0)"),
+    "ring not behind the pinned pages": (hopper_run, "config.pinned + lax.rem", "lax.rem"),
+    "logits of the neighbour": (hopper_logits, "kv_head, tile[None, ..., None]", "kv_head * 0, tile[None, ..., None]"),
+    "logits a slot late": (hopper_logits, "slot - first + config.sink_blocks", "slot + 1 - first + config.sink_blocks"),
+}  # fmt: skip
+
+
+@functools.cache
+def _suite():
+    """Small cases that together use everything: (case, shape, options)."""
+    learned = dict(sink_logits=np.array([0.5, -1, 1, 0], np.float32))
+    lone = dataclasses.replace(SMALL, workers=1)
+    return (
+        (Paged([150, 9, 70], kv_heads=2, heads=4, options=learned), SMALL, dict(last_logits=1)),
+        (Paged([70, 20], window=9), SMALL, {}),
+        (Paged([330]), lone, {}),
+        (Paged([40], [40]), PREFILL, {}),
+        (Paged([70, 9], window=20, sinks=11, ring=4, has_sink_query=True), SMALL, {}),
+    )
+
+
+def _fails(attend) -> str | None:
+    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
+    for i, (case, shape, options) in enumerate(_suite()):
+        try:
+            check(attend(case, shape=shape, **options), case, **options)
+        except AssertionError:
+            return f"case {i}: wrong output"
+        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
+            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
+        finally:
+            forget_state()
+    return None
+
+
+def _with_fault(module, old: str, new: str):
+    """The entry point of a copy of the kernel's modules, one of which has the fault."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
+    copies = {}
+    for original in MODULES:
+        text = inspect.getsource(original)
+        text = text.replace(old, new) if original is module else text
+        copy = types.ModuleType(original.__name__)
+        exec(compile(text, original.__name__, "exec"), copy.__dict__)
+        for name, other in copies.items():
+            for attribute in vars(other):
+                if attribute in copy.__dict__ and getattr(vars(other)[attribute], "__module__", None) == name:
+                    setattr(copy, attribute, vars(other)[attribute])
+        copies[original.__name__] = copy
+    return copies[hopper.__name__]
+
+
+def test_mutation_suite_passes_without_a_fault():
+    assert _fails(attend) is None
+
+
+@pytest.mark.slow
+def test_mutation_every_planted_fault_is_noticed(capsys):
+    noticed = {}
+    for name, fault in FAULTS.items():
+        jax.clear_caches()
+        noticed[name] = _fails(functools.partial(attend, kernel=_with_fault(*fault)))
+    with capsys.disabled():
+        print()
+        for name, by in noticed.items():
+            print(f"    {name:36} {by or 'NOT NOTICED'}")
+    assert all(noticed.values())
