@@ -4,8 +4,8 @@ Cost follows the live pages: both loops run as often as the pages of this step a
 and of the tables. Decode rows and longer queries take different loops (`xla_decode.py` and `xla_prefill.py`).
 
 Sinks stand in the pinned pages of a row, a static number: these are read first, with both queries where sinks have one
-of their own, and the loops go on from there. With a list of pages the loop goes over the list, pinned pages or not. Logits are written
-page by page, inside the loops, into the tiles of one array (`xla_slots.py`).
+of their own, and the loops go on from there. With a list of pages the loop goes over the list, pinned pages or not.
+Logits are written page by page, inside the loops, into the tiles of one array (`xla_slots.py`).
 """
 
 from __future__ import annotations
