@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -17,7 +18,7 @@ from kvjax import rotary as rotary_embedding
 from kvjax.arguments import floats, integers
 from kvjax.cache import POSITION_END, Cache, Status, raise_status
 from kvjax.errors import InputError, shown, whole_number
-from kvjax.implementations import choose
+from kvjax.implementations import candidates
 from kvjax.kernels.paged_attention import Queries, Rows, reference
 from kvjax.kernels.write_pages import write_pages
 from kvjax.rotary import Rotary
@@ -52,8 +53,8 @@ def attend(
         scale: factor of the logits, finite, `head_dim ** -0.5` by default.
         soft_cap: above 0; logits become `soft_cap * tanh(logits / soft_cap)`.
         sink_logits: a learned logit for each head that takes part in its softmax without a value.
-        implementation: "hopper" (NVIDIA H100 and H200), "xla", "reference" (float64 on the host), or None for the
-            first of these that can serve the call (see `kvjax.explain`).
+        implementation: "hopper" (NVIDIA H100 and H200), "tpu", "xla", "reference" (float64 on the host), or None for
+            the first of these that can serve the call (see `kvjax.explain`).
 
     Returns: outputs in the dtype of `q`, zeros for padded tokens; and the cache.
 
@@ -65,27 +66,23 @@ def attend(
     sink_logits = None if sink_logits is None else floats("sink_logits", sink_logits, (q.shape[1],))
     scale = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     soft_cap = None if soft_cap is None else _finite("soft_cap", soft_cap, above=0)
-    chosen = choose(cache.spec, q.shape[1], str(q.dtype), implementation)
+    names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
     if rotary is not None:
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
     cache = _write(cache, step, layer, k, v)
-    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap)
     pool = (cache.keys, cache.values, cache.positions)
     arguments = (q, *pool, _rows(cache, step, layer), _queries(cache, step))
-    if chosen == "reference":
-        return _on_host(arguments, sink_logits, options), cache
-    if chosen == "hopper":
-        from kvjax.kernels.paged_attention import hopper as kernel
-
-        options["plan"] = step.plan
-    else:
-        from kvjax.kernels.paged_attention import xla as kernel
-    attention = kernel.paged_attention(
-        *arguments, sink_logits=sink_logits, max_query_length=step.max_query_length, **options
+    options: dict[str, Any] = dict(
+        scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
-    return attention.out, cache
+    *others, last = names
+    for name in others:
+        # What only the call tells may still be too much for a kernel; then the next one serves it.
+        with contextlib.suppress(NotImplementedError):
+            return _run(name, arguments, options, step.plan), cache
+    return _run(last, arguments, options, step.plan), cache
 
 
 def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
@@ -105,7 +102,7 @@ def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str
     Raises: as `attend` does, of an implementation.
     """
     spec = cache.spec
-    if choose(spec, query_heads, spec.format, implementation) != "hopper":
+    if candidates(spec, query_heads, spec.format, implementation)[0] != "hopper":
         return step
     from kvjax.kernels.paged_attention import hopper
 
@@ -171,10 +168,23 @@ def _queries(cache: Cache, step: Step) -> Queries:
     return Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
 
 
-def _on_host(arguments, sink_logits, options):
-    q = arguments[0]
+def _run(name: str, arguments, options: dict[str, Any], plan) -> Array:
+    """Attend by the implementation of that name."""
+    if name == "hopper":
+        from kvjax.kernels.paged_attention import hopper
+
+        return hopper.paged_attention(*arguments, plan=plan, **options).out
+    if name == "tpu":
+        from kvjax.kernels.paged_attention import tpu
+
+        return tpu.paged_attention(*arguments, **options).out
+    if name == "xla":
+        from kvjax.kernels.paged_attention import xla
+
+        return xla.paged_attention(*arguments, **options).out
+    q, static = arguments[0], {name: options[name] for name in ("scale", "soft_cap")}
 
     def on_host(arguments, sink_logits):
-        return np.asarray(reference.paged_attention(*arguments, sink_logits=sink_logits, **options).out, q.dtype)
+        return np.asarray(reference.paged_attention(*arguments, sink_logits=sink_logits, **static).out, q.dtype)
 
-    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, sink_logits)
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, options["sink_logits"])

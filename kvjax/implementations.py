@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from kvjax.errors import InputError
 from kvjax.spec import CacheSpec
 
-IMPLEMENTATIONS = ("hopper", "xla", "reference")  # in the order in which they are tried
+IMPLEMENTATIONS = ("hopper", "tpu", "xla", "reference")  # in the order in which they are tried
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
-def choose(spec: CacheSpec, query_heads: int, dtype: str, implementation: str | None) -> str:
-    """Return the implementation of a call: the one that is named, or the first that can serve it.
+def candidates(spec: CacheSpec, query_heads: int, dtype: str, implementation: str | None) -> list[str]:
+    """Return the implementations that can serve a call, the one that is to run first: the named one, or all that can.
 
     Args:
         spec: of the cache.
@@ -25,12 +27,12 @@ def choose(spec: CacheSpec, query_heads: int, dtype: str, implementation: str | 
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise InputError(f"implementation {implementation!r} is unknown: use one of {', '.join(IMPLEMENTATIONS)}")
     device = _device()
-    if implementation is not None:
-        reason = _refusal(implementation, spec, query_heads, dtype, device)
-        if reason is not None:
-            raise NotImplementedError(f"implementation {implementation!r} cannot serve this call: {reason}")
-        return implementation
-    return next(name for name in IMPLEMENTATIONS if _refusal(name, spec, query_heads, dtype, device) is None)
+    if implementation is None:
+        return [name for name in IMPLEMENTATIONS if _refusal(name, spec, query_heads, dtype, device) is None]
+    reason = _refusal(implementation, spec, query_heads, dtype, device)
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r} cannot serve this call: {reason}")
+    return [implementation]
 
 
 def explain(spec: CacheSpec, query_heads: int, platform: str | None = None) -> list[tuple[str, str]]:
@@ -60,13 +62,21 @@ def _device() -> str:
 
 
 def _refusal(implementation: str, spec: CacheSpec, query_heads: int, dtype: str, device: str) -> str | None:
-    if implementation != "hopper":
+    if implementation not in ("hopper", "tpu"):
         return None
-    if not any(name in device.upper().replace("-", " ").split() for name in _HOPPER):
-        return f"{device} is no Hopper GPU ({', '.join(_HOPPER)})"
-    from kvjax.kernels.paged_attention import hopper
-
-    return hopper.refuses(
+    words = device.upper().replace("-", " ").split()
+    shape: dict[str, Any] = dict(
         head_dim=spec.head_dim, page_size=spec.page_size, dtype=dtype, pool_dtype=spec.format,
         heads_per_kv_head=query_heads // spec.num_kv_heads,
     )  # fmt: skip
+    if implementation == "hopper":
+        if not any(name in words for name in _HOPPER):
+            return f"{device} is no Hopper GPU ({', '.join(_HOPPER)})"
+        from kvjax.kernels.paged_attention import hopper
+
+        return hopper.refuses(**shape)
+    if "TPU" not in words:
+        return f"{device} is no TPU"
+    from kvjax.kernels.paged_attention import tpu
+
+    return tpu.refuses(**shape)

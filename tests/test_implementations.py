@@ -4,10 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
-from kvjax.implementations import choose
+from kvjax.implementations import candidates
+from kvjax.kernels.paged_attention import hopper
 
 
 def spec(**changes) -> kvjax.CacheSpec:
@@ -18,22 +21,24 @@ def spec(**changes) -> kvjax.CacheSpec:
 
 
 @pytest.mark.parametrize(
-    "changes, heads, platform, said",
+    "changes, heads, platform, reasons",
     [
-        (dict(), 8, "NVIDIA H200", ("runs on NVIDIA H200", "runs on NVIDIA H200")),
-        (dict(), 8, "NVIDIA H100 80GB HBM3", ("runs on", "runs on")),
-        (dict(), 8, "cpu", ("cpu is no Hopper GPU", "runs on cpu")),
-        (dict(), 8, None, ("cpu is no Hopper GPU", "runs on cpu")),
-        (dict(), 8, "NVIDIA A100-SXM4-40GB", ("is no Hopper GPU", "runs on")),
-        (dict(format="float32"), 8, "H200", ("queries of float32 are not bfloat16 or float16", "runs on H200")),
-        (dict(head_dim=80), 8, "H200", ("head_dim 80 is not one of 64, 96, 128, 256", "runs on H200")),
-        (dict(), 34, "H200", ("17 query heads of a KV head are not 1 to 16", "runs on H200")),
+        (dict(), 8, "NVIDIA H200", dict(hopper="runs on NVIDIA H200", tpu="NVIDIA H200 is no TPU", xla="runs on")),
+        (dict(), 8, "NVIDIA H100 80GB HBM3", dict(hopper="runs on")),
+        (dict(), 8, "cpu", dict(hopper="cpu is no Hopper GPU", tpu="cpu is no TPU", xla="runs on cpu")),
+        (dict(), 8, None, dict(hopper="cpu is no Hopper GPU", xla="runs on cpu")),
+        (dict(), 8, "NVIDIA A100-SXM4-40GB", dict(hopper="is no Hopper GPU", xla="runs on")),
+        (dict(format="float32"), 8, "H200", dict(hopper="float32 are not bfloat16 or float16", xla="runs on")),
+        (dict(head_dim=80), 8, "H200", dict(hopper="head_dim 80 is not one of 64, 96, 128, 256", xla="runs on H200")),
+        (dict(), 34, "H200", dict(hopper="17 query heads of a KV head are not 1 to 16", xla="runs on H200")),
+        (dict(head_dim=128), 8, "TPU v5 lite", dict(hopper="is no Hopper GPU", tpu="runs on TPU v5 lite")),
+        (dict(), 8, "TPU v6 lite", dict(tpu="head_dim 64 is not one of 128, 256", xla="runs on")),
     ],
-)
-def test_explain_tells_which_runs_and_why(changes, heads, platform, said):
-    told = kvjax.explain(spec(**changes), heads, platform)
-    assert [name for name, _ in told] == ["hopper", "xla", "reference"]
-    assert all(part in reason for part, (_, reason) in zip(said, told, strict=False))
+)  # fmt: skip
+def test_explain_tells_which_runs_and_why(changes, heads, platform, reasons):
+    told = dict(kvjax.explain(spec(**changes), heads, platform))
+    assert list(told) == ["hopper", "tpu", "xla", "reference"]
+    assert all(reason in told[name] for name, reason in reasons.items())
 
 
 def test_explain_refuses_heads_that_do_not_fit():
@@ -47,16 +52,34 @@ def on(monkeypatch, device: str):
 
 def test_none_takes_the_first_that_can_serve(monkeypatch):
     on(monkeypatch, "NVIDIA H200")
-    assert choose(spec(), 8, "bfloat16", None) == "hopper"
-    assert choose(spec(), 8, "float32", None) == "xla"
+    assert candidates(spec(), 8, "bfloat16", None) == ["hopper", "xla", "reference"]
+    assert candidates(spec(), 8, "float32", None) == ["xla", "reference"]
+    on(monkeypatch, "TPU v5 lite")
+    assert candidates(spec(head_dim=128), 8, "bfloat16", None) == ["tpu", "xla", "reference"]
     on(monkeypatch, "cpu")
-    assert choose(spec(), 8, "bfloat16", None) == "xla"
+    assert candidates(spec(), 8, "bfloat16", None) == ["xla", "reference"]
 
 
 def test_a_named_one_that_cannot_serve_says_why(monkeypatch):
     with pytest.raises(NotImplementedError, match="'hopper' cannot serve this call: cpu is no Hopper GPU"):
-        choose(spec(), 8, "bfloat16", "hopper")
+        candidates(spec(), 8, "bfloat16", "hopper")
+    with pytest.raises(NotImplementedError, match="'tpu' cannot serve this call: cpu is no TPU"):
+        candidates(spec(), 8, "bfloat16", "tpu")
     on(monkeypatch, "NVIDIA H200")
     with pytest.raises(NotImplementedError, match="pages of bfloat16 are not of the queries' float16"):
-        choose(spec(), 8, "float16", "hopper")
-    assert choose(spec(), 8, "float16", "xla") == "xla"
+        candidates(spec(), 8, "float16", "hopper")
+    assert candidates(spec(), 8, "float16", "xla") == ["xla"]
+
+
+def test_what_only_the_call_can_refuse_goes_to_the_next(monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("too large")
+
+    on(monkeypatch, "NVIDIA H200")
+    monkeypatch.setattr(hopper, "paged_attention", refuse)
+    cache, step = kvjax.begin_step(kvjax.init_cache(spec()), [2], num_tokens=2, max_query_length=2)
+    q, k = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((2, 2, 64), jnp.bfloat16)
+    out, _ = kvjax.attend(cache, step, 0, q, k, k, rotary=None)
+    np.testing.assert_allclose(np.asarray(out, np.float32), 1, atol=0.01)
+    with pytest.raises(NotImplementedError, match="too large"):
+        kvjax.attend(cache, step, 0, q, k, k, rotary=None, implementation="hopper")
