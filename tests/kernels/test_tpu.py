@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.kernels.paged_attention import tpu
 
 SIZE = 8
+PLAIN: dict[str, Any] = dict(head_dim=DIM)
 EDGES = [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 150]
 LEARNED: dict[str, Any] = dict(soft_cap=2.5, sink_logits=np.array([0.5, -1], np.float32))
 MODES = ["eager", "on_wait"]
@@ -59,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     ),
 )
 def test_decode_equals_the_reference(name, mode):
-    case = Paged(**dict(head_dim=DIM) | (DECODES | LAYOUTS)[name])
+    case = Paged(**PLAIN | (DECODES | LAYOUTS)[name])
     check(attend(case, mode=mode), case)
 
 
@@ -173,7 +174,7 @@ def test_a_step_without_queries_gives_zeros(longest):
 )
 def test_what_the_kernel_cannot_serve_is_refused(changes, options, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        attend(Paged(lengths=[4], **dict(head_dim=DIM) | changes), shape=tpu.Shape(1, BLOCK, 1), **options)
+        attend(Paged(lengths=[4], **PLAIN | changes), shape=tpu.Shape(1, BLOCK, 1), **options)
 
 
 def test_pages_of_another_dtype_are_refused():

@@ -1,0 +1,68 @@
+"""The TPU kernel compiled for TPUs that are not there: its memory, and a loop that must not copy the pool."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvjax.benchmarks import compile_tpu
+from kvjax.kernels.paged_attention import tpu
+from kvjax.kernels.shapes import ATTENTION_SHAPES
+
+LOOP = Path(__file__).parents[1] / "deviceless" / "tpu_loop.py"
+GOOD: dict[str, Any] = dict(vmem_bytes=9_000_000, smem_bytes=512, stages=2, pool_copies=0, temp_bytes=77)
+
+
+@pytest.mark.parametrize(
+    "changes, fault",
+    [
+        (dict(), None),
+        (dict(vmem_bytes=0), "vector memory"),
+        (dict(vmem_bytes=(16 << 20) + 1), "vector memory"),
+        (dict(smem_bytes=(1 << 20) + 1), "scalar memory"),
+        (dict(stages=1), "stages"),
+        (dict(pool_copies=1), "all keys"),
+        (dict(temp_bytes=100), "a tenth of the pool"),
+    ],
+)
+def test_broken_limits_are_named(changes, fault):
+    found = compile_tpu.faults(GOOD | changes, 1000)
+    assert not found if fault is None else len(found) == 1 and fault in found[0]
+
+
+def test_shapes_that_are_served():
+    served = [shape for shape in ATTENTION_SHAPES if compile_tpu.served(shape)]
+    assert {shape.head_dim for shape in served} == set(tpu.HEAD_DIMS)
+    assert {shape.kernel for shape in served} == {"decode", "prefill"}
+    assert {shape.page_size for shape in served} == set(tpu.PAGE_SIZES)
+
+
+def test_scalar_memory_is_read_from_the_call():
+    call = (
+        "custom-call(%a), operand_layout_constraints={s32[2,64]{1,0}, s32[5,64]{1,0}, s32[3]{0}, "
+        "bf16[64,8,8,128]{3,2,1,0}, s32[99,16]{1,0}, s32[4,1,64,512]{3,2,1,0}}, frontend_attributes={}"
+    )
+    assert compile_tpu.scalar_bytes(call) == 4 * (7 * 64 + 3 + 3 * 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_kernels_of_all_kinds_compile(target, kernels_python):
+    command = [kernels_python, "-m", "kvjax.benchmarks.compile_tpu", "--target", target, "--shapes", "10"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 10 and not any(row["faults"] for row in rows), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_a_loop_over_a_donated_pool_copies_nothing(target, kernels_python):
+    result = subprocess.run([kernels_python, LOOP, target], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["kernels"] > 0 and not report["pool_copies"], report
+    assert report["alias_bytes"] >= report["pool_bytes"] >= 1 << 30
+    assert report["temp_bytes"] < 0.03 * report["pool_bytes"], report
