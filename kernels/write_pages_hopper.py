@@ -1,0 +1,115 @@
+"""Writing the keys and values of new tokens into their pages on NVIDIA Hopper, in Pallas Mosaic GPU: in place, one launch.
+
+A CTA serves some slots of one touched page. Rows of all heads go from the packed tokens to shared memory and from there
+to their slots by TMA; no thread touches them. Only what changes is moved: new tokens, and zeros behind the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+_SHARED_BYTES = 64 << 10  # for the rows of a CTA: three of them fit a processor
+_TMA_BYTES = 16  # a row must be a multiple
+
+
+def refuses(*, head_dim: int, pool_dtype: str) -> str | None:
+    """Say why the kernel cannot serve a call, or None if it can."""
+    row = head_dim * jnp.dtype(pool_dtype).itemsize
+    return f"rows of {row} bytes are no multiple of {_TMA_BYTES}" if row % _TMA_BYTES else None
+
+
+def write_pages(
+    pools: tuple[Float[Array, "pages heads page_size _"], ...],
+    new: tuple[Float[Array, "groups tokens heads _"], ...],
+    pages: Int32[Array, "groups touched"],
+    first_tokens: Int32[Array, "groups touched"],
+    begins: Int32[Array, "groups touched"],
+    ends: Int32[Array, "groups touched"],
+    *,
+    interpret: Any = None,
+) -> tuple[Float[Array, "pages heads page_size _"], ...]:
+    """Store tokens page by page and zero what is behind them, in all pools at once; see `kernels.write_pages`.
+
+    Args:
+        pools: keys and values, of one page size and number of heads. In a jitted program that donates them they are
+            changed where they are.
+        new: what each pool gets.
+        interpret: `plgpu.InterpretGPUParams` to run without a GPU.
+
+    Raises: NotImplementedError for rows that TMA cannot copy.
+    """
+    for pool in pools:
+        reason = refuses(head_dim=pool.shape[3], pool_dtype=str(pool.dtype))
+        if reason is not None:
+            raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")
+    size = pools[0].shape[2]
+    of_slot = sum(pool.shape[1] * pool.shape[3] * pool.dtype.itemsize for pool in pools)
+    chunk = size
+    while chunk > 1 and chunk * of_slot > _SHARED_BYTES:
+        chunk //= 2
+    refs = tuple(jax.new_ref(pool) for pool in pools)
+    rows = [(pool.shape[1], pool.shape[3]) for pool in pools]
+    plgpu.kernel(
+        lambda *refs: _write(*refs, count=len(pools), chunk=chunk),
+        grid=(size // chunk, pages.shape[1], pages.shape[0]),
+        grid_names=("chunk", "touched", "group"),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *(plgpu.SMEM((chunk, *row), pool.dtype) for row, pool in zip(rows, pools, strict=True)),
+            *(plgpu.SMEM((_repeats(row), *row), pool.dtype) for row, pool in zip(rows, pools, strict=True)),
+            plgpu.Barrier(num_arrivals=len(pools), num_barriers=chunk),
+        ],
+        interpret=interpret,
+    )(*(of.astype(pool.dtype) for of, pool in zip(new, pools, strict=True)), pages, first_tokens, begins, ends, *refs)
+    return tuple(jax.freeze(ref) for ref in refs)
+
+
+def _repeats(row: tuple[int, int]) -> int:
+    """Rows of zeros that the 128 threads of a warpgroup can store together."""
+    return 128 // math.gcd(math.prod(row), 128)
+
+
+def _write(*refs, count: int, chunk: int) -> None:
+    """The kernel's body: the new rows of every pool, four arrays of where they go, the pools, and scratch."""
+    new, (pages, first_tokens, begins, ends), rest = refs[:count], refs[count : count + 4], refs[count + 4 :]
+    pools, rows, zeros, arrived = rest[:count], rest[count : 2 * count], rest[2 * count : 3 * count], rest[-1]
+    group, touched = lax.axis_index("group"), lax.axis_index("touched")
+    page, first, begin, end = (of[group, touched] for of in (pages, first_tokens, begins, ends))
+    first_slot = lax.axis_index("chunk") * chunk
+    mine = [jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end)]
+
+    def fetch(i, _):
+        for source, target in zip(new, rows, strict=True):
+            token = first + first_slot + i - begin
+            plgpu.copy_gmem_to_smem(source.at[group, token], target.at[i], arrived.at[i])
+        return _
+
+    def store(i, _):
+        plgpu.barrier_wait(arrived.at[i])
+        for row, pool in zip(rows, pools, strict=True):
+            plgpu.copy_smem_to_gmem(row.at[i], pool.at[page, :, first_slot + i])
+        return _
+
+    def clear(i, _):
+        for zero, pool in zip(zeros, pools, strict=True):
+            plgpu.copy_smem_to_gmem(zero.at[0], pool.at[page, :, first_slot + i])
+        return _
+
+    @pl.when(page > 0)
+    def _():
+        lax.fori_loop(*mine, fetch, jnp.int32(0))
+        for zero in zeros:
+            zero[...] = jnp.zeros(zero.shape, zero.dtype)
+        plgpu.commit_smem()
+        lax.fori_loop(mine[1], chunk, clear, jnp.int32(0))
+        lax.fori_loop(*mine, store, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
