@@ -1,4 +1,4 @@
-"""Writing the keys and values of new tokens into their pages on NVIDIA Hopper, in Pallas Mosaic GPU: in place, one launch.
+"""Writing keys and values of new tokens into their pages on NVIDIA Hopper, in Pallas Mosaic GPU: in place, one launch.
 
 A CTA serves some slots of one touched page. Rows of all heads go from the packed tokens to shared memory and from there
 to their slots by TMA; no thread touches them. Only what changes is moved: new tokens, and zeros behind the last one.
