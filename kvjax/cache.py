@@ -33,6 +33,7 @@ class Status(enum.IntFlag):
     BAD_LENGTHS = 32
     BROKEN_INVARIANT = 64
     BAD_SEQUENCE = 128
+    BAD_PAGE_ID = 256
 
 
 STATUS_MEANING = {
@@ -45,6 +46,8 @@ STATUS_MEANING = {
     Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together",
     Status.BROKEN_INVARIANT: "the allocator's invariants do not hold: this is a fault of kvjax, please report it",
     Status.BAD_SEQUENCE: "release named a sequence out of range: it changed nothing",
+    Status.BAD_PAGE_ID: "a page table names a page that the pool does not have (ids are 0 to num_pages - 1): the steps "
+    "since then changed nothing; build the table anew",
 }
 
 

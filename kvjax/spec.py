@@ -49,7 +49,8 @@ class CacheSpec:
         rollback: tokens that `truncate` can take back in a windowed layer.
         groups: head groups with pages of their own: 1 (all heads of a layer share pages) or num_kv_heads.
         scrub_on_free: zero the keys and values of a page when it returns to the pool.
-        debug: let every end_step test the allocator's invariants on the device (cost grows with the pool).
+        debug: let every step test page ids before, and the allocator's invariants behind, on the device (cost grows
+            with the pool and the tables).
 
     Raises: InputError naming the value and what is allowed.
     """

@@ -117,12 +117,16 @@ def begin_step(
 
 
 def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
-    """Refuse lengths no step may have, and positions past the last one."""
+    """Refuse lengths no step may have, positions past the last one and, for `debug`, ids that no page has."""
     bad = (lengths < 0).any() | (lengths > longest).any() | (lengths.sum() > num_tokens)
     lengths = jnp.clip(lengths, 0, longest)
     at_end = (cache.next_position > POSITION_END - lengths).any()
     cache = dataclasses.replace(cache, status=cache.status & ~int(Status.OUT_OF_PAGES))
     cache = raise_status(raise_status(cache, Status.BAD_LENGTHS, bad), Status.POSITION_LIMIT, at_end)
+    if cache.spec.debug:
+        # Kernels do not look: on a GPU such an id reads a neighbour's memory.
+        unknown = ((cache.page_table < 0) | (cache.page_table >= cache.spec.num_pages)).any()
+        cache, bad = raise_status(cache, Status.BAD_PAGE_ID, unknown), bad | unknown
     return cache, lengths, ~(bad | at_end)
 
 

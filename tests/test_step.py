@@ -234,6 +234,18 @@ def test_debug_detects_a_corrupted_cache(fault):
     assert int(report.status) == (0 if fault == "positions" else Status.BROKEN_INVARIANT)
 
 
+@pytest.mark.parametrize("page", [-1, SPEC.num_pages, 2**31 - 1])
+def test_debug_refuses_a_table_with_ids_out_of_range(page):
+    cache = filled([9, 9, 0, 0])
+    cache = dataclasses.replace(cache, page_table=cache.page_table.at[0, 0, 1, 0].set(page))
+    before = leaves(cache)
+    after, _, report = advance(cache, [1, 1, 0, 0])
+    assert Status.BAD_PAGE_ID in Status(int(report.status)) and not report.ok
+    assert_same(after, before)
+    with pytest.raises(CacheError, match="names a page that the pool does not have"):
+        check(after)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_nonfinite_input_is_noticed_but_not_in_padding(value, which):
