@@ -85,7 +85,7 @@ def _write(*refs, count: int, chunk: int) -> None:
     group, touched = lax.axis_index("group"), lax.axis_index("touched")
     page, first, begin, end = (of[group, touched] for of in (pages, first_tokens, begins, ends))
     first_slot = lax.axis_index("chunk") * chunk
-    mine = [jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end)]
+    mine, behind = (jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end))
 
     def fetch(i, _):
         for source, target in zip(new, rows, strict=True):
@@ -106,10 +106,10 @@ def _write(*refs, count: int, chunk: int) -> None:
 
     @pl.when(page > 0)
     def _():
-        lax.fori_loop(*mine, fetch, jnp.int32(0))
+        lax.fori_loop(mine, behind, fetch, jnp.int32(0))
         for zero in zeros:
             zero[...] = jnp.zeros(zero.shape, zero.dtype)
         plgpu.commit_smem()
-        lax.fori_loop(mine[1], chunk, clear, jnp.int32(0))
-        lax.fori_loop(*mine, store, jnp.int32(0))
+        lax.fori_loop(behind, chunk, clear, jnp.int32(0))
+        lax.fori_loop(mine, behind, store, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

@@ -193,7 +193,8 @@ class _Kernel:
         def _():
             queries = (q, lse, head * self.heads)
             pool = (keys.at[:, head_in_group], positions, pages.at[group])
-            self._drain(*for_each_fragment(self._produce(queries, pool, info.at[group], at)), at)
+            steps, fragments = for_each_fragment(self._produce(queries, pool, info.at[group], at))
+            self._drain(steps, fragments, at)
 
         @pl.when(warpgroup < _PARTS)
         def _():

@@ -121,7 +121,8 @@ def share_work(
     """List the blocks of all rows that have queries, and share their steps among workers.
 
     The tokens of a step stand at the end of their row, and a row of a windowed layer holds consecutive positions behind
-    its pinned pages: so distances of slots tell which tiles a block is seen by, and which of them need no mask.
+    its pinned pages, at least all that a query sees: so distances of slots tell which tiles a block is seen by, and
+    which of them need no mask.
     """
     in_block = BLOCK // page_size
     has_queries = queries.lengths[None] > 0
@@ -178,8 +179,6 @@ def _info_of(rows, row, queries, packing, of_owner, first_page, is_sink, page_si
     place = of_owner(packing.starts[None]) + first_token
     if has_sink_query:
         place = place + jnp.where(is_sink, packing.sources.shape[0], 0)
-    # Behind pinned pages there may be a gap, across which distances of slots say nothing.
-    has_gap = ~is_sink & (first_page < of_owner(row.pinned))
     fields = {
         PLACE: place // ALIGNMENT,
         TOKENS: tokens,
@@ -189,7 +188,7 @@ def _info_of(rows, row, queries, packing, of_owner, first_page, is_sink, page_si
         HIGHEST: jnp.where(is_sink, starts + rows.sinks - 1, 2**31 - 1),
         WINDOW: window,
         FULL_FROM: last - first_token,
-        FULL_TO: jnp.where(has_gap, 0, jnp.minimum(tokens, first - first_token + near)),
+        FULL_TO: jnp.minimum(tokens, first - first_token + near),
     }
     return jnp.stack([fields[i] for i in range(len(fields))], axis=-1)
 

@@ -88,8 +88,8 @@ def test_rows_that_tma_cannot_copy_are_refused():
 FAULTS = {
     "missing wait for a row": ("plgpu.barrier_wait(arrived.at[i])\n", "pass\n"),
     "missing commit of the zeros": ("        plgpu.commit_smem()\n", ""),
-    "one zero too few": ("lax.fori_loop(mine[1], chunk,", "lax.fori_loop(mine[1] + 1, chunk,"),
-    "one zero too many": ("lax.fori_loop(mine[1], chunk,", "lax.fori_loop(mine[1] - 1, chunk,"),
+    "one zero too few": ("lax.fori_loop(behind, chunk,", "lax.fori_loop(behind + 1, chunk,"),
+    "one zero too many": ("lax.fori_loop(behind, chunk,", "lax.fori_loop(behind - 1, chunk,"),
     "nothing cleared": ("zero[...] = jnp.zeros(zero.shape, zero.dtype)", "pass"),
     "token of the slot before": ("first + first_slot + i - begin", "first + first_slot + i - begin - 1"),
     "token of the page's first slot": ("first + first_slot + i - begin", "first + first_slot + i"),
