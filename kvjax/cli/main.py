@@ -18,7 +18,8 @@ from kvjax.paths import cache_dir
 COMMANDS = {
     "generate": "generate text from prompts",
     "benchmark": "measure speed and memory on this machine",
-    "compile-kernels": "compile the GPU kernels without a GPU, and check the result",
+    "compile-kernels": "compile the GPU and TPU kernels without a device, and check the result",
+    "benchmark-kernels": "measure the attention kernels on an H100 or H200",
 }
 
 
@@ -89,7 +90,7 @@ def _own_options(arguments: Sequence[str]) -> int:
         prog="kvjax",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="A paged KV cache for JAX language models.\n\ncommands (kvjax COMMAND --help says more):\n"
-        + "\n".join(f"  {name:<18}{text}" for name, text in COMMANDS.items()),
+        + "\n".join(f"  {name:<19}{text}" for name, text in COMMANDS.items()),
         epilog="Weights, compiled programs and downloads are kept in the folder KVJAX_CACHE, "
         f"now\n{cache_dir()}".replace("%", "%%"),
     )
