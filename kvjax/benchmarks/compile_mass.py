@@ -22,31 +22,18 @@ if _DUMP is not None:
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, faults  # noqa: E402
 from kvjax.benchmarks.deviceless import h200_mesh, placed  # noqa: E402
 from kvjax.kernels.attention_mass import hopper  # noqa: E402
 from kvjax.kernels.paged_attention import Queries, Rows  # noqa: E402
 from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape  # noqa: E402
 
-H200_BYTES_PER_SECOND = 4.8e12
-SHARED_MEMORY_LIMIT = 232448
-REGISTER_LIMIT = 168  # three warpgroups share 65536
 # Instructions to count in the machine code.
-_COUNTED = dict(hgmma=r"\bHGMMA", tma_loads=r"\bUTMALDG", local_memory=r"\b(LDL|STL)\b")
+_COUNTED = dict(
+    hgmma=r"\bHGMMA", tma_loads=r"\b(UTMALDG|UBLKCP)", tma_stores=r"\bUTMASTG", local_memory=r"\b(LDL|STL)\b"
+)
 SHAPES = tuple(shape for shape in ATTENTION_SHAPES if shape.kernel == "prefill")
 LAST_QUERIES = 32  # a policy that looks at the end of a prompt asks for so many
-
-
-def faults(row: dict[str, Any]) -> list[str]:
-    """Say which limits a row breaks."""
-    limits = {
-        "spills registers": row["spills"] > 0 or row["local_memory"] > 0,
-        f"needs more than {REGISTER_LIMIT} registers": not 0 < row["registers"] <= REGISTER_LIMIT,
-        f"needs more than {SHARED_MEMORY_LIMIT} bytes of shared memory": row["smem_bytes"] > SHARED_MEMORY_LIMIT,
-        "has fewer than 2 stages": row["stages"] < 2,
-        "does not use the tensor cores": row["hgmma"] == 0,
-        "does not load by TMA": row["tma_loads"] == 0,
-    }
-    return [fault for fault, is_broken in limits.items() if is_broken]
 
 
 def bytes_moved(shape: AttentionShape, queries: int) -> int:
@@ -94,21 +81,28 @@ def compile_mass(
     return _row(shape, queries, dump)
 
 
-def _row(shape: AttentionShape, queries: int, dump: Path) -> dict[str, Any]:
+def read_dump(dump: Path) -> dict[str, int]:
+    """Return what the compiler made of the kernel that was dumped: registers, memory, and counted instructions."""
     text = {suffix: "".join(path.read_text() for path in dump.glob(f"*{suffix}*")) for suffix in ("ptxas", "sass")}
     resources = "".join(path.read_text() for path in dump.glob("*.resources*"))
     largest = lambda pattern, of: max(map(int, re.findall(pattern, of)), default=0)  # noqa: E731
-    chosen = hopper.shape_of(shape.head_dim, shape.kv_heads, queries)
-    moved = bytes_moved(shape, queries)
-    row = dict(
-        kernel="attention_mass",
-        format="bfloat16",
-        shape=shape.label if queries == shape.queries else f"{shape.label}, last {queries}",
+    return dict(
         registers=largest(r"Used (\d+) registers", text["ptxas"]),
         spills=largest(r"(\d+) bytes spill", text["ptxas"]),
         smem_bytes=largest(r"smem_scratch_bytes=(\d+)", resources),
-        stages=min(chosen.key_stages, chosen.query_stages),
         **{name: len(re.findall(pattern, text["sass"])) for name, pattern in _COUNTED.items()},
+    )
+
+
+def _row(shape: AttentionShape, queries: int, dump: Path) -> dict[str, Any]:
+    chosen = hopper.shape_of(shape.head_dim, shape.kv_heads, queries)
+    moved = bytes_moved(shape, queries)
+    row: dict[str, Any] = dict(
+        kernel="attention_mass",
+        format="bfloat16",
+        shape=shape.label if queries == shape.queries else f"{shape.label}, last {queries}",
+        stages=min(chosen.key_stages, chosen.query_stages),
+        **read_dump(dump),
         bytes=moved,
         floor_us=round(moved / H200_BYTES_PER_SECOND * 1e6, 2),
     )

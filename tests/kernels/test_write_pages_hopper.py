@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import json
+import subprocess
 import types
 from typing import Any
 
@@ -82,6 +84,17 @@ def test_padding_may_bring_nan_tokens_and_changes_no_page():
 def test_rows_that_tma_cannot_copy_are_refused():
     with pytest.raises(NotImplementedError, match="rows of 24 bytes are no multiple of 16"):
         check(case_of(dims=(64, 12)))
+
+
+@pytest.mark.slow
+def test_the_write_compiles_for_an_h200_in_place(kernels_python):
+    run = subprocess.run([kernels_python, "-m", "kvjax.benchmarks.compile_write"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert rows and not any(row["faults"] for row in rows)
+    for kernel, xla in zip(rows[::2], rows[1::2], strict=True):
+        assert kernel["shape"] == xla["shape"]
+        assert kernel["launches"] < xla["launches"] and kernel["temp_bytes"] < xla["temp_bytes"]
 
 
 # (what stands there, the fault): every one must fail a case below.
