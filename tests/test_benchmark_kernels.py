@@ -83,7 +83,11 @@ def test_a_window_holds_only_the_pages_that_it_sees():
 
 
 def test_rows_have_figures_or_a_reason(short):
-    rows = {row["contender"]: row for row in kernels.measure(SMALL, list(BY_NAME.values()), RATES, 2)}
+    planned = []
+    planning = BY_NAME[XLA]._replace(planner=lambda case: lambda: planned.append(case.shape))
+    all_four = [planning, *list(BY_NAME.values())[1:]]
+    rows = {row["contender"]: row for row in kernels.measure(SMALL, all_four, RATES, 2)}
+    assert planned == [SMALL] * 3 and rows[XLA]["plan_us"] >= 0 and rows[GATHER]["plan_us"] is None
     assert list(rows) == [XLA, GATHER, TRITON, CUDNN]
     for name in (XLA, GATHER):
         row = rows[name]

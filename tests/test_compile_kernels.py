@@ -92,17 +92,20 @@ def test_rows_are_printed(worker, capsys, argv, kind, columns):
     worker([ROWS[kind]])
     assert main(["compile-kernels", *argv]) == 0
     out = capsys.readouterr().out
-    head, row = out.splitlines()
-    assert set(columns) <= set(row.split()) and "temp_bytes" in head or kind == "h200"
+    head, *found = out.splitlines()
+    # The same stands in for attention, attention mass and the writes of pages.
+    assert len(found) == (3 if kind == "h200" else 1)
+    assert all(set(columns) <= set(row.split()) for row in found) and ("temp_bytes" in head) == (kind != "h200")
     worker([ROWS[kind], ROWS[kind] | dict(faults=["is not what it should be"])])
     assert main(["compile-kernels", *argv, "--json"]) == 1
-    assert [bool(row["faults"]) for row in json.loads(capsys.readouterr().out)["rows"]] == [False, True]
+    assert [bool(row["faults"]) for row in json.loads(capsys.readouterr().out)["rows"]] == [False, True] * len(found)
 
 
 @pytest.mark.parametrize(
     "argv, module, options",
     [
         ([], "compile_kernels", "--target h200"),
+        (["--target", "h200"], "compile_kernels", "--target h200"),
         (["--target", "v5e"], "compile_tpu", "--target v5e"),
         (["--target", "v5e", "--loop"], "compile_loop", "--target v5e"),
         (["--shapes", "3"], "compile_kernels", "--target h200 --shapes 3"),
@@ -112,7 +115,9 @@ def test_the_right_module_runs_and_its_failure_is_told(worker, capsys, argv, mod
     worker([ROWS["h200"]], code=3)
     assert main(["compile-kernels", *argv]) == 2
     said = capsys.readouterr().err
-    assert "failed after 1 rows" in said and said.endswith(f": -m kvjax.benchmarks.{module} {options}\n")
+    assert f"{module} for {options.split()[1]} failed after 1 rows" in said and said.endswith(
+        f": -m kvjax.benchmarks.{module} {options}\n"
+    )
 
 
 def test_wrong_flags_are_named(capsys):
@@ -134,8 +139,31 @@ def test_some_of_the_shapes_are_of_all_kinds():
     assert len(few) == len(kinds) and {(shape.kernel, shape.head_dim) for _, shape in few} == kinds
 
 
+def test_every_feature_is_compiled_for_the_heads_that_leave_it_the_fewest_registers():
+    from kvjax.benchmarks.compile_kernels import FEATURES, with_features
+
+    compiled = with_features()
+    for head_dim in (128, 256):
+        for kernel in ("decode", "prefill"):
+            shapes = [(shape, of) for shape, of in compiled if (shape.kernel, shape.head_dim) == (kernel, head_dim)]
+            served = set(FEATURES) - ({"page_list"} if kernel == "prefill" else set())
+            assert {feature for _, of in shapes for feature in of} == served
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_an_h200(kernels_python, capsys):
+    from kvjax.benchmarks.compile_kernels import with_features
+
     assert main(["compile-kernels", "--target", "h200", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert len(rows) == len(ATTENTION_SHAPES) and not any(row["spills"] for row in rows)
+    attention = [row for row in rows if row["kernel"] in ("decode", "prefill")]
+    assert len(attention) == len(ATTENTION_SHAPES) + len(with_features()) <= 48
+    assert {row["kernel"] for row in rows} > {"decode", "prefill"} and not any(row["spills"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_kernels_compile_for_tpus(kernels_python, capsys, target):
+    assert main(["compile-kernels", "--target", target, "--json", "--shapes", "12"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 12 and not any(row["faults"] or row["pool_copies"] for row in rows)

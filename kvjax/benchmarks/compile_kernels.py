@@ -32,6 +32,12 @@ from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape  # noqa: E402
 H200_BYTES_PER_SECOND = 4.8e12
 SHARED_MEMORY_LIMIT = 232448
 REGISTER_LIMIT = 255
+# What the kernel can do beside attention: each needs registers and shared memory.
+FEATURES = ("soft_cap", "sink_logits", "sinks", "page_list", "slot_logits")
+_WITH_FEATURES = {
+    "decode": (("soft_cap", "sink_logits"), ("sinks",), ("page_list", "slot_logits")),
+    "prefill": (("soft_cap", "sink_logits", "sinks"), ("slot_logits",)),
+}
 # Instructions to count in the machine code.
 _COUNTED = dict(hgmma=r"\bHGMMA", tma_loads=r"\bUTMALDG", local_memory=r"\b(LDL|STL)\b")
 
@@ -49,10 +55,16 @@ def faults(row: dict[str, Any]) -> list[str]:
     return [fault for fault, is_broken in limits.items() if is_broken]
 
 
-def compile_shape(shape: AttentionShape, dump: Path, spare_pages: int = 0) -> dict[str, Any]:
+def compile_shape(
+    shape: AttentionShape, dump: Path, spare_pages: int = 0, features: Sequence[str] = ()
+) -> dict[str, Any]:
     """Compile the kernel for one shape, and return its row.
 
-    Kernels that are alike are compiled, and dumped, only once: `spare_pages` makes them differ.
+    Args:
+        shape: of one layer's attention.
+        dump: folder that the kernel's dumps go to; emptied before.
+        spare_pages: kernels that are alike are compiled, and dumped, only once; this makes them differ.
+        features: some of FEATURES.
     """
     mesh = h200_mesh()
     for old in dump.iterdir():
@@ -62,22 +74,32 @@ def compile_shape(shape: AttentionShape, dump: Path, spare_pages: int = 0) -> di
     pool = jax.ShapeDtypeStruct((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
     seqs = (1, 1, shape.batch)
-    rows = Rows(ints(*seqs, shape.pages_per_seq), ints(*seqs), ints(*seqs), ints(1), ints(1), ints())
+    sinks = 4 if "sinks" in features else 0
+    rows = Rows(ints(*seqs, shape.pages_per_seq), ints(*seqs), ints(*seqs), ints(1), ints(1), ints(), sinks)
     queries = Queries(*(ints(shape.batch) for _ in range(4)))
-    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries)
+    arrays = dict(
+        sinks=dict(sink_query=q),
+        sink_logits=dict(sink_logits=jax.ShapeDtypeStruct((shape.heads,), jnp.float32)),
+        page_list=dict(page_list=ints(shape.kv_heads, shape.batch, 64)),
+    )
+    optional = {name: array for feature in features for name, array in arrays.get(feature, {}).items()}
+    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries, optional)
+    soft_cap = 50.0 if "soft_cap" in features else None
+    last_logits = min(shape.queries, 32) if "slot_logits" in features else 0
 
     @jax.jit
-    def attend(q, keys, values, positions, rows, queries):
+    def attend(q, keys, values, positions, rows, queries, optional):
         return hopper.paged_attention(
-            q, keys, values, positions, rows, queries, scale=shape.head_dim**-0.5, max_query_length=shape.queries
-        )
+            q, keys, values, positions, rows, queries, scale=shape.head_dim**-0.5, max_query_length=shape.queries,
+            soft_cap=soft_cap, last_logits=last_logits, **optional,
+        )  # fmt: skip
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         attend.trace(*placed(arguments, mesh)).lower().compile()
-    return _row(shape, dump)
+    return _row(shape, dump, features)
 
 
-def _row(shape: AttentionShape, dump: Path) -> dict[str, Any]:
+def _row(shape: AttentionShape, dump: Path, features: Sequence[str]) -> dict[str, Any]:
     text = {suffix: "".join(path.read_text() for path in dump.glob(f"*{suffix}*")) for suffix in ("ptxas", "sass")}
     resources = "".join(path.read_text() for path in dump.glob("*.resources*"))
     largest = lambda pattern, of: max(map(int, re.findall(pattern, of)), default=0)  # noqa: E731
@@ -85,7 +107,7 @@ def _row(shape: AttentionShape, dump: Path) -> dict[str, Any]:
     row = dict(
         kernel=shape.kernel,
         format="bfloat16",
-        shape=shape.label,
+        shape=", ".join([shape.label, *features]),
         registers=largest(r"Used (\d+) registers", text["ptxas"]),
         spills=largest(r"(\d+) bytes spill", text["ptxas"]),
         smem_bytes=largest(r"smem_scratch_bytes=(\d+)", resources),
@@ -113,7 +135,20 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def with_features(head_dims: Sequence[int] = (128, 256)) -> list[tuple[AttentionShape, tuple[str, ...]]]:
+    """Return the shapes at which the kernel is compiled with features: the first of each kernel and head_dim."""
+    first = [
+        next(shape for shape in ATTENTION_SHAPES if (shape.kernel, shape.head_dim) == (kernel, head_dim))
+        for head_dim in head_dims
+        for kernel in _WITH_FEATURES
+    ]
+    return [(shape, features) for shape in first for features in _WITH_FEATURES[shape.kernel]]
+
+
 if __name__ == "__main__":
     assert _DUMP is not None
-    for i, attention_shape in some_of(ATTENTION_SHAPES, _options().shapes):
+    only = _options().shapes
+    for i, attention_shape in some_of(ATTENTION_SHAPES, only):
         print(json.dumps(compile_shape(attention_shape, _DUMP, i)), flush=True)
+    for attention_shape, chosen_features in with_features() if only is None else ():
+        print(json.dumps(compile_shape(attention_shape, _DUMP, features=chosen_features)), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -25,12 +26,14 @@ class Contender(NamedTuple):
         prepare: makes the arrays that it reads from a case; NotImplementedError says why a case is not for it.
         attend: (shape, arrays, q, layer) -> outputs [tokens, heads, head_dim].
         takes_traced_layers: whether `layer` may be traced; otherwise its arrays are a leaf a layer.
+        planner: returns the function that plans a step of a case for all its layers, where there is a plan.
     """
 
     name: str
     prepare: Callable[[Case], Any]
     attend: Callable[[AttentionShape, Any, Array, Any], Array]
     takes_traced_layers: bool = True
+    planner: Callable[[Case], Callable[[], Any]] | None = None
 
 
 HOPPER, XLA = "kvjax hopper", "kvjax xla"
@@ -39,9 +42,9 @@ GATHER, TRITON, CUDNN = "gather and einsum", "jax paged attention (Triton)", "ja
 
 def contenders(device_kind: str) -> list[Contender]:
     """Return what can run on a device: the kernel for Hopper only where the device is one."""
-    own = [Contender(HOPPER, _pages, _by(hopper))] if device_kind != "cpu" else []
+    own = [Contender(HOPPER, _planned_pages, _hopper, planner=_planner)] if device_kind != "cpu" else []
     others = [
-        Contender(XLA, _pages, _by(xla)),
+        Contender(XLA, _pages, _xla),
         Contender(GATHER, _pages, _gather),
         Contender(TRITON, _pages_of_heads, _triton),
         Contender(CUDNN, _contiguous, _cudnn, takes_traced_layers=False),
@@ -53,15 +56,35 @@ def _pages(case: Case):
     return case.keys, case.values, case.positions, case.rows, case.queries
 
 
-def _by(kernel: Any):
-    def attend(shape: AttentionShape, arrays, q, layer):
-        keys, values, positions, rows, queries = arrays
-        rows = dataclasses.replace(rows, layer=jnp.asarray(layer, jnp.int32))
-        return kernel.paged_attention(
-            q, keys, values, positions, rows, queries, scale=shape.head_dim**-0.5, max_query_length=shape.queries
-        ).out
+def _planned_pages(case: Case):
+    return (*_pages(case), _planner(case)())
 
-    return attend
+
+def _planner(case: Case) -> Callable[[], Any]:
+    def plan(rows, queries):
+        return hopper.plan(
+            rows, queries, num_tokens=case.q.shape[0], heads=case.shape.heads, head_dim=case.shape.head_dim,
+            heads_per_group=case.keys.shape[1], page_size=case.shape.page_size, max_query_length=case.shape.queries,
+        )  # fmt: skip
+
+    return functools.partial(jax.jit(plan), case.rows, case.queries)
+
+
+def _hopper(shape: AttentionShape, arrays, q, layer):
+    *arrays, plan = arrays
+    return _by(hopper, shape, arrays, q, layer, plan=plan)
+
+
+def _xla(shape: AttentionShape, arrays, q, layer):
+    return _by(xla, shape, arrays, q, layer)
+
+
+def _by(kernel: Any, shape: AttentionShape, arrays, q, layer, **options):
+    keys, values, positions, rows, queries = arrays
+    rows = dataclasses.replace(rows, layer=jnp.asarray(layer, jnp.int32))
+    return kernel.paged_attention(
+        q, keys, values, positions, rows, queries, scale=shape.head_dim**-0.5, max_query_length=shape.queries, **options
+    ).out
 
 
 def _gather(shape: AttentionShape, arrays, q, layer):

@@ -101,6 +101,9 @@ def measure(shape: AttentionShape, contenders: Sequence[Contender], rates: Rates
     }
     for name, times in interleaved(singles, repeats).items():
         rows[name]["single_us"] = round(statistics.median(times) * 1e6, 2)
+        if (planner := ready[name][0].planner) is not None:
+            planned = interleaved(dict(plan=_seconds(planner(case))), repeats)["plan"]
+            rows[name]["plan_us"] = round(statistics.median(planned) * 1e6, 2)
     loops, counts = {}, {}
     for name in singles:
         counts[name] = _launches(rows[name]["single_us"] / 1e6, case.layers)
@@ -114,8 +117,9 @@ def measure(shape: AttentionShape, contenders: Sequence[Contender], rates: Rates
 def _row(shape: AttentionShape, name: str) -> dict[str, Any]:
     return dict(
         kernel=shape.kernel, shape=shape.label, batch=shape.batch, context=shape.context, window=shape.window,
-        contender=name, bytes=shape.bytes_moved, flops=flops(shape), max_error=None, single_us=None, us=None,
-        spread=None, gb_s=None, share_of_copy=None, tflops=None, share_of_matmul=None, reason=None, is_fault=False,
+        contender=name, bytes=shape.bytes_moved, flops=flops(shape), max_error=None, plan_us=None, single_us=None,
+        us=None, spread=None, gb_s=None, share_of_copy=None, tflops=None, share_of_matmul=None, reason=None,
+        is_fault=False,
     )  # fmt: skip
 
 
@@ -176,10 +180,10 @@ def ragged_error(contender: Contender, shape: AttentionShape) -> float:
     return float(np.abs(out - reference_output(case)).max())
 
 
-def _seconds(program: Any, arrays: Any, q: Any) -> Callable[[], float]:
+def _seconds(program: Any, *arguments: Any) -> Callable[[], float]:
     def once() -> float:
         began = time.perf_counter()
-        jax.block_until_ready(program(arrays, q))
+        jax.block_until_ready(program(*arguments))
         return time.perf_counter() - began
 
     return once

@@ -41,8 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvjax benchmark-kernels",
         description="Check the attention kernels on an H100 or H200 against the definition, then measure them beside "
         "jax's own attention and plain XLA, and beside what the machine copies and multiplies. us is the time of one "
-        "of many launches in one program, single_us that of a launch of its own, with what the host adds; shares are "
-        "of the measured rates. The exit code is 1 if a kernel of kvjax is wrong, 2 without such a GPU.",
+        "of many launches in one program, single_us that of a launch of its own, with what the host adds, plan_us that "
+        "of the plan that a step makes once for all its layers; shares are of the measured rates. The exit code is 1 "
+        "if a kernel of kvjax is wrong, 2 without such a GPU.",
     )
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the report to FILE; alone: print it as JSON"

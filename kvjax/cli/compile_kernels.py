@@ -7,6 +7,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvjax.cli import arguments
@@ -17,6 +18,8 @@ _COLUMNS = dict(
     tpu=("vmem_bytes", "smem_bytes", "stages", "pool_copies", "temp_bytes", "floor_us"),
     loop=("devices", "pool_bytes", "alias_bytes", "temp_bytes", "pool_copies", "kernels"),
 )
+# Of kvjax.benchmarks; those of one kind run side by side.
+_MODULES = dict(h200=("compile_kernels", "compile_mass", "compile_write"), tpu=("compile_tpu",), loop=("compile_loop",))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
     options = ["--target", args.target]
     if args.shapes is not None:
         options += ["--shapes", str(whole_number("--shapes", args.shapes, 1))]
-    module = dict(h200="compile_kernels", tpu="compile_tpu", loop="compile_loop")[kind]
-    rows = _compiled(module, options, args.target)
+    modules = _MODULES[kind]
+    with ThreadPoolExecutor(len(modules)) as pool:
+        compiled = list(pool.map(lambda module: _compiled(module, options, args.target), modules))
+    rows = [row for of_module in compiled for row in of_module]
     print(json.dumps(dict(rows=rows), indent=2) if args.json else _table(rows, _COLUMNS[kind]))
     return 1 if any(row["faults"] for row in rows) else 0
 
@@ -55,7 +60,7 @@ def _compiled(module: str, options: list[str], target: str) -> list[dict[str, An
         if worker.wait():
             said.seek(0)
             last = next((line for line in reversed(said.read().splitlines()) if line.strip()), "it said nothing")
-            raise InputError(f"compiling for {target} failed after {len(rows)} rows: {last}")
+            raise InputError(f"{module} for {target} failed after {len(rows)} rows: {last}")
     return rows
 
 
@@ -85,13 +90,13 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
-    widths = [max(len(name), *(len(str(row[name])) for row in rows)) + 2 for name in columns]
+    widths = [max(len(name), *(len(str(row.get(name, ""))) for row in rows)) + 2 for name in columns]
     names = [row["kernel"] if "kernel" in row else row["program"] for row in rows]
     label = max(map(len, names))
     head = "".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True))
     lines = [f"{'':<{label}}{head}"]
     for name, row in zip(names, rows, strict=True):
-        cells = "".join(f"{row[column]!s:>{width}}" for column, width in zip(columns, widths, strict=True))
+        cells = "".join(f"{row.get(column, '')!s:>{width}}" for column, width in zip(columns, widths, strict=True))
         lines.append(f"{name:<{label}}{cells}  {row.get('shape', '')}".rstrip())
         lines += [f"  {fault}" for fault in row["faults"]]
     return "\n".join(lines)
