@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.tiles import Tiles, tiles_of
 from kvjax.kernels.paged_attention.tpu_kernel import attend_tiles
+from kvjax.kernels.paged_attention.tpu_logits import slot_logits
 from kvjax.kernels.paged_attention.tpu_plan import LANES, Choices, Shape, plan_steps, table_of
 
 HEAD_DIMS = (128, 256)
@@ -73,6 +76,7 @@ def paged_attention(
     """Attend every query token to the visible slots of its sequence; see `reference.paged_attention`.
 
     Args:
+        last_logits: in a prefill they cost a launch of their own, for the last queries alone.
         max_query_length: static bound of `queries.lengths`; 1 chooses tiles of one token.
         shape: static choices, `shape_of` by default.
         interpret: `pltpu.InterpretParams` to run without a TPU.
@@ -81,46 +85,46 @@ def paged_attention(
 
     Raises: NotImplementedError for what the kernel cannot serve.
     """
-    in_group, groups = keys.shape[1], rows.page_table.shape[1]
-    kv_heads, head_dim, page_size = in_group * groups, q.shape[2], keys.shape[2]
-    heads, is_decode, is_listed = q.shape[1] // kv_heads, max_query_length == 1, page_list is not None
-    table, layer, piece = table_of(rows, page_list)
-    shape = shape or shape_of(
-        1 if is_listed else in_group, heads, page_size, head_dim, keys.dtype.itemsize, is_decode=is_decode
-    )
-    tiles = None if is_decode else tiles_of(queries, q.shape[0], shape.tile_tokens)
-    num_tiles = queries.lengths.shape[0] if tiles is None else tiles.tokens.shape[0]
+    in_group, is_decode = keys.shape[1], max_query_length == 1
+    kv_heads, num_tokens, seqs = in_group * rows.page_table.shape[1], q.shape[0], queries.lengths.shape[0]
+    heads, head_dim, page_size, itemsize = q.shape[1] // kv_heads, q.shape[2], keys.shape[2], keys.dtype.itemsize
+    steps_heads = in_group if page_list is None else 1
+    shape = shape or shape_of(steps_heads, heads, page_size, head_dim, itemsize, is_decode=is_decode)
+    tiles = None if is_decode else tiles_of(queries, num_tokens, shape.tile_tokens)
+    entries, num_tiles = (rows.page_table if page_list is None else page_list).shape[-1], seqs
+    if tiles is not None:
+        num_tiles = tiles.tokens.shape[0]
     reason = refuses(
         head_dim=head_dim, page_size=page_size, dtype=str(q.dtype), pool_dtype=str(keys.dtype), heads_per_kv_head=heads
     )
-    reason = reason or _refuses_sizes(table.shape[-1], kv_heads // shape.heads * num_tiles, last_logits)
+    reason = reason or _refuses_sizes(
+        entries, kv_heads // shape.heads * num_tiles, 0 if is_decode else last_logits, heads
+    )
     if reason is not None:
         raise NotImplementedError(f"the TPU kernel cannot serve this call: {reason}")
-    plan = plan_steps(
-        rows, queries, tiles, layer, num_tokens=q.shape[0], page_size=page_size, slices=in_group // shape.heads,
-        listed=table.shape[-1] if is_listed else None,
+    given = [q] if sink_query is None else [q, sink_query]
+    launch = functools.partial(
+        _launch, (keys, values, positions), rows, page_list, sink_logits, scale=scale, soft_cap=soft_cap,
+        last_logits=last_logits, interpret=interpret,
     )  # fmt: skip
-    choices = Choices(
-        shape, page_size, heads, piece, rows.sinks, scale, soft_cap, sink_query is not None, sink_logits is not None,
-        is_listed,
-    )  # fmt: skip
-    num_rows = -(-shape.tile_tokens * heads // 8) * 8
-    tile_rows = lambda of: _tile_rows(of, tiles, kv_heads, num_rows)  # noqa: E731
-    if sink_query is not None:
-        sink_query = tile_rows(sink_query)
-    if sink_logits is not None:
-        of_heads = sink_logits.astype(jnp.float32).reshape(kv_heads, heads)
-        sink_logits = jnp.tile(of_heads, (1, -(-num_rows // heads)))[:, :num_rows, None]
-    attended, lse = attend_tiles(
-        tile_rows(q), keys, values, positions, table, plan, sink_query, sink_logits, choices, interpret
-    )
+    if tiles is None:
+        places = jnp.minimum(queries.starts, num_tokens - 1)
+        attended, lse, logits = launch([of[:, None] for of in given], queries, None, places, shape)
+    else:
+        places = jnp.arange(num_tiles, dtype=jnp.int32)
+        attended, lse, logits = launch([of[tiles.places] for of in given], queries, tiles, places, shape)
+        if last_logits:
+            recent, number = queries.last(last_logits), jnp.arange(last_logits, dtype=jnp.int32)
+            at = jnp.clip(recent.starts[:, None] + number[None], 0, num_tokens - 1)
+            shape = dataclasses.replace(shape, tile_tokens=last_logits)
+            logits = launch([of[at] for of in given], recent, None, jnp.arange(seqs, dtype=jnp.int32), shape)[2]
     out = _untile_rows(attended, tiles, queries, q.shape, 0)
-    return Attention(out, _untile_rows(lse, tiles, queries, (*q.shape[:2], 1), -jnp.inf)[..., 0])
+    return Attention(out, _untile_rows(lse, tiles, queries, (*q.shape[:2], 1), -jnp.inf)[..., 0], logits)
 
 
-def _refuses_sizes(entries: int, steps: int, last_logits: int) -> str | None:
-    if last_logits:
-        return "it returns no logits of slots (last_logits)"
+def _refuses_sizes(entries: int, steps: int, last_logits: int, heads: int) -> str | None:
+    if last_logits * heads > _ROWS:
+        return f"logits of the last {last_logits} queries of {heads} heads are more than {_ROWS} rows"
     if entries > MOST_ENTRIES:
         return f"rows of {entries} pages are more than {MOST_ENTRIES}, whose ids fit scalar memory"
     if steps > MOST_STEPS:
@@ -128,11 +132,51 @@ def _refuses_sizes(entries: int, steps: int, last_logits: int) -> str | None:
     return None
 
 
-def _tile_rows(q, tiles: Tiles | None, kv_heads: int, num_rows: int):
-    """[tokens, heads, head_dim] -> [places, kv_heads, rows, head_dim]: a row is a token and one of its query heads."""
-    tokens = q[:, None] if tiles is None else q[tiles.places]
-    tiled = tokens.reshape(*tokens.shape[:2], kv_heads, -1, q.shape[-1]).swapaxes(1, 2)
-    tiled = tiled.reshape(tiled.shape[0], kv_heads, -1, q.shape[-1])
+def _launch(
+    pool, rows: Rows, page_list, sink_logits, tokens, queries: Queries, tiles: Tiles | None, places, shape: Shape, *,
+    scale: float, soft_cap: float | None, last_logits: int, interpret: Any,
+):  # fmt: skip
+    """Run the kernel once; logits of slots are returned where each sequence has one tile.
+
+    `tokens` holds the queries, and those for sinks if there are any: [places, tokens of a tile, heads, head_dim].
+    """
+    (keys, values, positions), (table, layer, piece) = pool, table_of(rows, page_list)
+    in_group, page_size, _ = keys.shape[1:]
+    kv_heads, has_logits, is_listed = (
+        in_group * rows.page_table.shape[1],
+        last_logits > 0 and tiles is None,
+        page_list is not None,
+    )
+    plan = plan_steps(
+        rows, queries, tiles, layer, places, page_size=page_size, slices=in_group // shape.heads,
+        listed=table.shape[-1] if is_listed else None,
+    )  # fmt: skip
+    heads = tokens[0].shape[2] // kv_heads
+    choices = Choices(
+        shape, page_size, heads, piece, rows.sinks, scale, soft_cap, len(tokens) > 1, sink_logits is not None,
+        has_logits, is_listed,
+    )  # fmt: skip
+    num_rows = -(-shape.tile_tokens * heads // 8) * 8
+    q, *sink_query = [_tile_rows(of, kv_heads, num_rows) for of in tokens]
+    if sink_logits is not None:
+        of_heads = sink_logits.astype(jnp.float32).reshape(kv_heads, heads)
+        sink_logits = jnp.tile(of_heads, (1, -(-num_rows // heads)))[:, :num_rows, None]
+    out, lse, logits = attend_tiles(
+        q, keys, values, positions, table, plan, sink_query[0] if sink_query else None, sink_logits, choices, interpret
+    )
+    if logits is not None:
+        logits = slot_logits(
+            logits, plan, queries.lengths, entries=(page_list if is_listed else rows.page_table).shape[-1],
+            pinned=choices.pinned, page_size=page_size, query_heads=heads, last=last_logits,
+        )  # fmt: skip
+    return out, lse, logits
+
+
+def _tile_rows(tokens: Array, kv_heads: int, num_rows: int):
+    """[places, tokens, heads, head_dim] -> [places, kv_heads, rows, head_dim]: a row is a token and a query head."""
+    places, tile_tokens, _, head_dim = tokens.shape
+    tiled = tokens.reshape(places, tile_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
+    tiled = tiled.reshape(places, kv_heads, -1, head_dim)
     return jnp.pad(tiled, ((0, 0), (0, 0), (0, num_rows - tiled.shape[2]), (0, 0)))
 
 

@@ -27,6 +27,7 @@ class Buffers(NamedTuple):
         state: int32 [3] in scalar memory: blocks and steps with work before this one, and the step after it.
         pages_in: a semaphore for each stage.
         ids_in: one for each row of ids.
+        logits: float32 [heads, rows, slots], and a semaphore for them, where they are returned.
     """
 
     keys: Any
@@ -39,6 +40,8 @@ class Buffers(NamedTuple):
     state: Any
     pages_in: Any
     ids_in: Any
+    logits: Any = None
+    logits_out: Any = None
 
 
 class Tile(NamedTuple):
@@ -114,7 +117,10 @@ def attend_block(choices: Choices, at: Buffers, slot, tile: Tile, positions, row
         logits = _product(tile.q[0, here, :rows], keys, 2)
         if has_sinks:
             logits = jnp.where(is_sink, _product(tile.sink_query[0, here, :rows], keys, 2), logits)
-        logits = jnp.where(visible, cap(logits, choices.scale, choices.soft_cap), EMPTY)
+        logits = cap(logits, choices.scale, choices.soft_cap)
+        if choices.has_logits:
+            at.logits[here, :rows] = jnp.where(visible, logits / LOG2E, -jnp.inf)
+        logits = jnp.where(visible, logits, EMPTY)
         maximum = at.maximum[here, :rows]
         new = jnp.maximum(maximum, logits.max(axis=2, keepdims=True))
         shrink, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new)

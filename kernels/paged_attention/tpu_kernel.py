@@ -33,6 +33,7 @@ from kvjax.kernels.paged_attention.tpu_fetch import Fetch, Pool
 from kvjax.kernels.paged_attention.tpu_plan import PAGES, PLACE, POSITION, START, TOKENS, Choices, Plan
 
 _ROWS_OF_IDS = 3  # of this step, the next with work, and the one after it
+OfSlots = Float32[Array, "steps blocks heads rows slots"]
 # What `Buffers.state` holds.
 BLOCKS, STEPS, FOLLOWING = range(3)
 
@@ -42,7 +43,9 @@ def _kernel(*refs, choices: Choices) -> None:
     plan, q, pool, rest = Plan(*refs[:3]), refs[3], Pool(*refs[4:8]), list(refs[8:])
     sink_query = rest.pop(0) if choices.has_sink_query else None
     sink_logits = rest.pop(0) if choices.has_sink_logits else None
-    out, lse, at = rest[0], rest[1], Buffers(*rest[2:])
+    out, lse = rest.pop(0), rest.pop(0)
+    of_slots = rest.pop(0) if choices.has_logits else None
+    at = Buffers(*rest)
     fetch, end, number = Fetch(choices, plan, pool, at), plan.steps.shape[1], pl.program_id(1)
     step = pl.program_id(0) * plan.tiles.shape[1] + number
 
@@ -82,6 +85,10 @@ def _kernel(*refs, choices: Choices) -> None:
 
             fetch.wait(step, i, slot)
             _attend(choices, at, tile, slot, fetch.live(step, i), i, is_last)
+            if of_slots is not None:
+                copy = pltpu.make_async_copy(at.logits, of_slots.at[step, i], at.logits_out)
+                copy.start()
+                copy.wait()
             return 0
 
         lax.fori_loop(0, blocks, block, 0)
@@ -133,8 +140,11 @@ def attend_tiles(
     sink_logits: Float32[Array, "kv_heads rows 1"] | None,
     choices: Choices,
     interpret: Any = None,
-) -> tuple[Float[Array, "places kv_heads rows head_dim"], Float32[Array, "places kv_heads rows 1"]]:
-    """Return outputs and log-sum-exp of every tile, at its place; where none is, they may hold anything.
+) -> tuple[Float[Array, "places kv_heads rows head_dim"], Float32[Array, "places kv_heads rows 1"], OfSlots | None]:
+    """Return outputs and log-sum-exp of every tile, at its place, and on request the logits of the slots it reads.
+
+    Logits come in the order of the plan: step, block, head of the slice, row, slot. What belongs to no tile or block
+    may hold anything.
 
     Args:
         q: unscaled queries, a row is a token and one of its query heads.
@@ -159,33 +169,42 @@ def attend_tiles(
         (sink_logits, pl.BlockSpec((heads, num_rows, 1), lambda part, tile, *_: (part, 0, 0))),
     ]
     optional = [(array, spec) for array, spec in optional if array is not None]
-    block = (stages, heads, pages * choices.page_size, head_dim)
-    buffers = Buffers(
-        keys=pltpu.VMEM(block, keys.dtype),
-        values=pltpu.VMEM(block, values.dtype),
-        positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
-        ids=pltpu.SMEM((_ROWS_OF_IDS, table.shape[-1]), jnp.int32),
-        acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
-        maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-        total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-        state=pltpu.SMEM((3,), jnp.int32),
-        pages_in=pltpu.SemaphoreType.DMA((stages,)),
-        ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
-    )
-    return pl.pallas_call(
+    slots, steps = pages * choices.page_size, plan.steps.shape[1]
+    block = (stages, heads, slots, head_dim)
+    buffers = [
+        *Buffers(
+            keys=pltpu.VMEM(block, keys.dtype),
+            values=pltpu.VMEM(block, values.dtype),
+            positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
+            ids=pltpu.SMEM((_ROWS_OF_IDS, table.shape[-1]), jnp.int32),
+            acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
+            maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+            total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+            state=pltpu.SMEM((3,), jnp.int32),
+            pages_in=pltpu.SemaphoreType.DMA((stages,)),
+            ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
+        )[:10]
+    ]
+    outs = [
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), of_tile(head_dim)),
+        (jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32), of_tile(1)),
+    ]
+    if choices.has_logits:
+        buffers += [pltpu.VMEM((heads, num_rows, slots), jnp.float32), pltpu.SemaphoreType.DMA]
+        of_slots = (steps, pl.cdiv(table.shape[-1], pages), heads, num_rows, slots)
+        outs.append((jax.ShapeDtypeStruct(of_slots, jnp.float32), in_hbm))
+    out, lse, *logits = pl.pallas_call(
         functools.partial(_kernel, choices=choices),
-        out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32),
-        ),
+        out_shape=[shape for shape, _ in outs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(kv_heads // heads, plan.tiles.shape[1]),
             in_specs=[of_tile(head_dim), in_hbm, in_hbm, in_hbm, in_hbm, *(spec for _, spec in optional)],
-            out_specs=(of_tile(head_dim), of_tile(1)),
-            scratch_shapes=tuple(buffers),
+            out_specs=[spec for _, spec in outs],
+            scratch_shapes=buffers,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=False if interpret is None else interpret,
         name="paged_attention_tpu",
     )(plan.steps, plan.tiles, plan.limits, q, keys, values, positions, table, *(array for array, _ in optional))
+    return out, lse, logits[0] if logits else None

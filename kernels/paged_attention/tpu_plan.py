@@ -44,6 +44,7 @@ class Choices:
         sinks: first tokens that every query sees.
         scale, soft_cap: of the logits.
         has_sink_query, has_sink_logits: whether these are given.
+        has_logits: whether the logits of all slots are returned too.
         is_listed: whether the table holds lists of pages, for each KV head; any page may have sinks or empty slots.
     """
 
@@ -56,6 +57,7 @@ class Choices:
     soft_cap: float | None
     has_sink_query: bool
     has_sink_logits: bool
+    has_logits: bool
     is_listed: bool
 
     @property
@@ -88,24 +90,32 @@ SEQUENCE, TOKENS, POSITION, START, PLACE = range(5)
 
 
 def plan_steps(
-    rows: Rows, queries: Queries, tiles: Tiles | None, layer: Int32[Array, ""], *, num_tokens: int, page_size: int,
-    slices: int, listed: int | None,
+    rows: Rows, queries: Queries, tiles: Tiles | None, layer: Int32[Array, ""], places: Int32[Array, " tiles"], *,
+    page_size: int, slices: int, listed: int | None,
 ) -> Plan:  # fmt: skip
-    """Plan the steps of `slices` slices of each group's heads; with lists of pages all `listed` are read.
+    """Plan the steps of the kernel.
 
-    XLA does this again in every layer, so it is little. Without `tiles` each sequence has one, of one token: what is
-    computed then are a few sums. What lies wholly outside a tile's window is left out: the tokens of a step stand at
-    the end of their row, and a row of a windowed layer holds consecutive positions, so distances of slots are distances
-    of positions.
+    XLA does this again in every layer, so it is little: a few sums where, without `tiles`, each sequence has one. What
+    lies wholly outside a tile's window is left out: the tokens of a step stand at the end of their row, and a row of a
+    windowed layer holds consecutive positions, so distances of slots are distances of positions.
+
+    Args:
+        rows, queries: as for `reference.paged_attention`.
+        tiles: of the queries, or None.
+        layer: where the table has it.
+        places: of the tiles among the kernel's blocks of queries, rising.
+        page_size: slots of a page.
+        slices: of the heads of each group, a step each.
+        listed: pages of the lists that take the table's place.
     """
     window, ring, pinned = rows.windows[rows.layer], rows.rings[rows.layer], rows.pinned(page_size)
     ends, firsts = rows.end_slot[rows.layer], rows.first_page[rows.layer]
     lengths, position, start = queries.lengths, queries.positions, queries.start_positions
     number = jnp.arange(lengths.shape[0] if tiles is None else tiles.tokens.shape[0], dtype=jnp.int32)
     if tiles is None:
-        sequence, tokens, left, place = number, lengths, lengths, jnp.minimum(queries.starts, num_tokens - 1)
+        sequence, tokens, left = number, lengths, lengths
     else:
-        sequence, tokens, place = tiles.sequence, tiles.tokens, number
+        sequence, tokens = tiles.sequence, tiles.tokens
         left, position, start = lengths[sequence] - tiles.offset, position[sequence] + tiles.offset, start[sequence]
         ends, firsts = ends[:, sequence], firsts[:, sequence]
     first_slot = ends - left[None]
@@ -118,7 +128,7 @@ def plan_steps(
     pages = jnp.where(tokens[None] > 0, pages, 0)
     return Plan(
         jnp.stack([jnp.repeat(of, slices, axis=0).reshape(-1) for of in (first, pages)]),
-        jnp.stack([sequence, tokens, position, start, place]),
+        jnp.stack([sequence, tokens, position, start, places]),
         jnp.stack([ring, window, layer]),
     )
 

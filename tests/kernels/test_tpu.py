@@ -16,8 +16,10 @@ from kvjax.kernels.paged_attention import tpu
 
 SIZE = 8
 PLAIN: dict[str, Any] = dict(head_dim=DIM)
+FOUR_HEADS: dict[str, Any] = dict(kv_heads=2, heads=4)
 EDGES = [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 150]
 LEARNED: dict[str, Any] = dict(soft_cap=2.5, sink_logits=np.array([0.5, -1], np.float32))
+LEARNED_6: dict[str, Any] = dict(soft_cap=2.5, sink_logits=np.linspace(-1, 1, 6).astype(np.float32))
 MODES = ["eager", "on_wait"]
 
 
@@ -56,7 +58,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "name, mode",
     in_both_modes(
         DECODES | LAYOUTS,
-        {"edges": "both", "groups": "eager", "sink query": "on_wait", "page 128, head_dim 256": "eager"},
+        {
+            "edges": "both",
+            "groups": "eager",
+            "sink query": "on_wait",
+            "heads": "on_wait",
+            "turned ring": "eager",
+            "page 128, head_dim 256": "eager",
+        },
     ),
 )
 def test_decode_equals_the_reference(name, mode):
@@ -140,7 +149,23 @@ def test_lists_of_pages(name, mode):
     listed[0, 0, :6], listed[1, 0, 2:4] = row[0, [18, 0, 17, 3, 16, 1]], row[0, [1, 18]]
     listed[0, 1, 1:3], listed[1, 1, 6] = row[1, [1, 0]], row[1, 0]
     listed[:, 3, 0] = row[3, 0]
-    check(attend(case, mode=mode, page_list=jnp.asarray(listed)), case, page_list=listed)
+    options: dict[str, Any] = dict(last_logits=1) if name == "sink query" else {}
+    check(attend(case, mode=mode, page_list=jnp.asarray(listed), **options), case, page_list=listed, **options)
+
+
+LOGITS: dict[str, tuple[dict[str, Any], int]] = {
+    "decode": (dict(lengths=[70, 3, 0]), 2),
+    "turned ring": (dict(lengths=[150, 9, 3], window=20, ring=4, sinks=11, has_sink_query=True, groups=2), 1),
+    "mixed with decode": (dict(lengths=[70, 40, 0, 9], query_lengths=[1, 40, 0, 2], heads=6, options=LEARNED_6), 3),
+    "turned rings": (dict(lengths=[150, 9, 3], query_lengths=[12, 9, 1], window=9, ring=6), 4),
+}
+
+
+@pytest.mark.parametrize("name, mode", in_both_modes(LOGITS, {"turned ring": "on_wait"}))
+def test_logits_of_slots(name, mode):
+    changes, count = LOGITS[name]
+    case = Paged(**PLAIN | FOUR_HEADS | changes)
+    check(attend(case, mode=mode, last_logits=count), case, last_logits=count)
 
 
 @pytest.mark.parametrize("learned", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -169,12 +194,16 @@ def test_a_step_without_queries_gives_zeros(longest):
         (dict(page_size=12), {}, "page_size 12 is not one of 8, 16, 32, 64, 128"),
         (dict(dtype=jnp.float16), {}, "queries of float16 are not bfloat16 or float32"),
         (dict(heads=17), {}, "17 query heads of a KV head are not 1 to 16"),
-        ({}, dict(last_logits=1), "it returns no logits of slots"),
+        (
+            dict(lengths=[4, 3], query_lengths=[4, 3]),
+            dict(last_logits=200),
+            "200 queries of 2 heads are more than 256 rows",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_serve_is_refused(changes, options, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        attend(Paged(lengths=[4], **PLAIN | changes), shape=tpu.Shape(1, BLOCK, 1), **options)
+        attend(Paged(**dict(lengths=[4]) | PLAIN | changes), shape=tpu.Shape(1, BLOCK, 1), **options)
 
 
 def test_pages_of_another_dtype_are_refused():

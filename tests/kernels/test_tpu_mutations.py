@@ -12,7 +12,7 @@ from helpers.paged import Paged
 from helpers.tpu import BLOCK, DIM, attend, check
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.kernels.paged_attention import tpu, tpu_block, tpu_fetch, tpu_kernel, tpu_plan
+from kvjax.kernels.paged_attention import tpu, tpu_block, tpu_fetch, tpu_kernel, tpu_logits, tpu_plan
 
 # Faults planted in the source: (module, what stands there, the fault). Every one must fail a case of the suite.
 SOURCE_FAULTS = {
@@ -21,7 +21,7 @@ SOURCE_FAULTS = {
                                 "slot, lambda j: 0, lambda copy: None"),
     "missing wait for values": (tpu_fetch, "(at.keys, at.values, at.positions)", "(at.keys, at.positions)"),
     "missing wait for ids": (tpu_kernel, "                fetch.wait_ids(following, next_row)\n", ""),
-    "buffer not free": (tpu_kernel, "(step, i + 1, next_slot, row)", "(step, i + 1, slot, row)"),
+    "copy into the buffer in use": (tpu_fetch, "at.values.at[slot, :, there]", "at.values.at[1 - slot, :, there]"),
     "stale page id": (tpu_kernel, "fetch.start(following, 0, next_slot, next_row)",
                       "fetch.start(following, 0, next_slot, row)"),
     "swapped pages": (tpu_fetch, "pool.values.at[page, here]", "pool.values.at[page_of(j ^ 1), here]"),
@@ -44,28 +44,31 @@ SOURCE_FAULTS = {
     "sink off by one": (tpu_block, "positions < tile.start + choices.sinks",
                         "positions < tile.start + choices.sinks + 1"),
     "sink counted twice": (tpu_block, "jnp.exp2(sinks - higher)", "2 * jnp.exp2(sinks - higher)"),
+    "logits of another query": (tpu_logits, "- last + lengths[:, None]", "- last + lengths[:, None] - 1"),
+    "logits of a ring not turned": (tpu_logits, "turn * page_size,", "0 * turn,"),
+    "missing wait for logits": (tpu_kernel, "                copy.wait()\n", ""),
     "query of sinks for all": (tpu_block, "jnp.where(is_sink,", "jnp.where(is_sink | True,"),
 }  # fmt: skip
 
 
 @functools.cache
 def _suite():
-    """Small cases that together use everything: (case, mode, heads of a step)."""
+    """Small cases that together use everything: (case, mode, heads of a step, logits asked for)."""
     learned = np.array([0.5, -1, 1, 0], np.float32)
     wide: dict[str, Any] = dict(head_dim=DIM, kv_heads=2, heads=4)
     return (
-        (Paged([150, 17, 9], **wide, groups=2, options=dict(sink_logits=learned)), "eager", 1),
-        (Paged([150, 20, 8], **wide, window=9, ring=3, sinks=3, has_sink_query=True), "on_wait", 1),
-        (Paged([300, 16, 9], query_lengths=[9, 16, 1], **wide), "eager", 2),
+        (Paged([150, 17, 9], **wide, groups=2, options=dict(sink_logits=learned)), "on_wait", 1, 0),
+        (Paged([150, 20, 8], **wide, window=9, ring=3, sinks=3, has_sink_query=True), "eager", 1, 1),
+        (Paged([300, 16, 9], query_lengths=[9, 16, 1], **wide), "eager", 2, 0),
     )
 
 
 def _fails(attend) -> str | None:
     """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, (case, mode, heads) in enumerate(_suite()):
+    for i, (case, mode, heads, last) in enumerate(_suite()):
         shape = tpu.Shape(heads, BLOCK, 1 if case.longest == 1 else 8)
         try:
-            check(attend(case, shape=shape, mode=mode), case)
+            check(attend(case, shape=shape, mode=mode, last_logits=last), case, last_logits=last)
         except AssertionError:
             return f"case {i}: wrong output"
         except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
@@ -80,7 +83,7 @@ def _with_fault(module, old: str, new: str):
     source = inspect.getsource(module)
     assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
     copies = {}
-    for original in (tpu_plan, tpu_block, tpu_fetch, tpu_kernel, tpu):
+    for original in (tpu_plan, tpu_block, tpu_fetch, tpu_kernel, tpu_logits, tpu):
         text = inspect.getsource(original)
         text = text.replace(old, new) if original is module else text
         copy = types.ModuleType(original.__name__)
@@ -104,8 +107,6 @@ def test_mutation_every_planted_fault_is_noticed(capsys):
     for name, fault in SOURCE_FAULTS.items():
         jax.clear_caches()
         noticed[name] = _fails(functools.partial(attend, kernel=_with_fault(*fault)))
-    with capsys.disabled():
-        print()
-        for name, by in noticed.items():
-            print(f"    {name:36} {by or 'NOT NOTICED'}")
+        with capsys.disabled():
+            print(f"\n    {name:36} {noticed[name] or 'NOT NOTICED'}", end="")
     assert all(noticed.values())
