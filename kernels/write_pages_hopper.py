@@ -29,10 +29,11 @@ def refuses(*, head_dim: int, pool_dtype: str) -> str | None:
 def write_pages(
     pools: tuple[Float[Array, "pages heads page_size _"], ...],
     new: tuple[Float[Array, "groups tokens heads _"], ...],
-    pages: Int32[Array, "groups touched"],
-    first_tokens: Int32[Array, "groups touched"],
-    begins: Int32[Array, "groups touched"],
-    ends: Int32[Array, "groups touched"],
+    pages: Int32[Array, "layers groups touched"],
+    first_tokens: Int32[Array, "layers groups touched"],
+    begins: Int32[Array, "layers groups touched"],
+    ends: Int32[Array, "layers groups touched"],
+    layer: Int32[Array, ""],
     *,
     interpret: Any = None,
 ) -> tuple[Float[Array, "pages heads page_size _"], ...]:
@@ -42,6 +43,8 @@ def write_pages(
         pools: keys and values, of one page size and number of heads. In a jitted program that donates them they are
             changed where they are.
         new: what each pool gets.
+        pages, first_tokens, begins, ends: those of all layers, so that no slice of them need be made.
+        layer: the one that is written.
         interpret: `plgpu.InterpretGPUParams` to run without a GPU.
 
     Raises: NotImplementedError for rows that TMA cannot copy.
@@ -55,11 +58,12 @@ def write_pages(
     chunk = size
     while chunk > 1 and chunk * of_slot > _SHARED_BYTES:
         chunk //= 2
+    new = tuple(of.astype(pool.dtype) for of, pool in zip(new, pools, strict=True))
     refs = tuple(jax.new_ref(pool) for pool in pools)
     rows = [(pool.shape[1], pool.shape[3]) for pool in pools]
     plgpu.kernel(
         lambda *refs: _write(*refs, count=len(pools), chunk=chunk),
-        grid=(size // chunk, pages.shape[1], pages.shape[0]),
+        grid=(size // chunk, pages.shape[2], pages.shape[1]),
         grid_names=("chunk", "touched", "group"),
         num_threads=1,
         thread_name="warpgroup",
@@ -69,7 +73,7 @@ def write_pages(
             plgpu.Barrier(num_arrivals=len(pools), num_barriers=chunk),
         ],
         interpret=interpret,
-    )(*(of.astype(pool.dtype) for of, pool in zip(new, pools, strict=True)), pages, first_tokens, begins, ends, *refs)
+    )(*new, pages, first_tokens, begins, ends, layer[None], *refs)
     return tuple(jax.freeze(ref) for ref in refs)
 
 
@@ -79,11 +83,11 @@ def _repeats(row: tuple[int, int]) -> int:
 
 
 def _write(*refs, count: int, chunk: int) -> None:
-    """The kernel's body: the new rows of every pool, four arrays of where they go, the pools, and scratch."""
-    new, (pages, first_tokens, begins, ends), rest = refs[:count], refs[count : count + 4], refs[count + 4 :]
+    """The kernel's body: new rows of every pool, four arrays of where they go, the layer, the pools, scratch."""
+    new, (*where, layer), rest = refs[:count], refs[count : count + 5], refs[count + 5 :]
     pools, rows, zeros, arrived = rest[:count], rest[count : 2 * count], rest[2 * count : 3 * count], rest[-1]
     group, touched = lax.axis_index("group"), lax.axis_index("touched")
-    page, first, begin, end = (of[group, touched] for of in (pages, first_tokens, begins, ends))
+    page, first, begin, end = (of[layer[0], group, touched] for of in where)
     first_slot = lax.axis_index("chunk") * chunk
     mine, behind = (jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end))
 

@@ -71,7 +71,7 @@ def attend(
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
-    cache = _write(cache, step, layer, k, v)
+    cache = _write(cache, step, layer, k, v, names[0])
     pool = (cache.keys, cache.values, cache.positions)
     arguments = (q, *pool, _rows(cache, step, layer), _queries(cache, step))
     options: dict[str, Any] = dict(
@@ -140,16 +140,22 @@ def _finite(name: str, value, above: float = -math.inf) -> float:
     return number
 
 
-def _write(cache: Cache, step: Step, layer, k, v) -> Cache:
+def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
     """Store keys and values in the slots that the step has for them in this layer."""
     spec = cache.spec
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
-    where = step.writes.of_layer(layer)
-    written = {}
-    for name, new in (("keys", k), ("values", v)):
-        rows = new.reshape(shape).swapaxes(0, 1)
-        written[name] = write_pages(getattr(cache, name), rows, *where)
-    cache = dataclasses.replace(cache, **written)
+    pools = (cache.keys, cache.values)
+    rows = tuple(new.reshape(shape).swapaxes(0, 1) for new in (k, v))
+    if implementation == "hopper":
+        from kvjax.kernels import write_pages_hopper
+
+        writes, layer = step.writes, jnp.asarray(layer, jnp.int32)
+        where = (writes.pages, writes.first_tokens, writes.begins, writes.ends)
+        keys, values = write_pages_hopper.write_pages(pools, rows, *where, layer)
+    else:
+        where = step.writes.of_layer(layer)
+        keys, values = (write_pages(pool, new, *where) for pool, new in zip(pools, rows, strict=True))
+    cache = dataclasses.replace(cache, keys=keys, values=values)
     if spec.debug:
         finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
         cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())

@@ -10,7 +10,9 @@ import pytest
 
 import kvjax
 from kvjax.implementations import candidates
+from kvjax.kernels import write_pages_hopper
 from kvjax.kernels.paged_attention import hopper
+from kvjax.kernels.write_pages import write_pages
 
 
 def spec(**changes) -> kvjax.CacheSpec:
@@ -76,7 +78,13 @@ def test_what_only_the_call_can_refuse_goes_to_the_next(monkeypatch):
         raise NotImplementedError("too large")
 
     on(monkeypatch, "NVIDIA H200")
+
+    def write(pools, new, *where):
+        of_layer = [of[0] for of in where[:-1]]
+        return tuple(write_pages(pool, rows, *of_layer) for pool, rows in zip(pools, new, strict=True))
+
     monkeypatch.setattr(hopper, "paged_attention", refuse)
+    monkeypatch.setattr(write_pages_hopper, "write_pages", write)
     cache, step = kvjax.begin_step(kvjax.init_cache(spec()), [2], num_tokens=2, max_query_length=2)
     q, k = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((2, 2, 64), jnp.bfloat16)
     out, _ = kvjax.attend(cache, step, 0, q, k, k, rotary=None)

@@ -68,15 +68,16 @@ def compile_write(shape: AttentionShape, dump: Path, spare_pages: int = 0, *, in
     pool_shape = (touched + _SPARE_PAGES + spare_pages, shape.kv_heads, shape.page_size, shape.head_dim)
     pool = jax.ShapeDtypeStruct(pool_shape, jnp.bfloat16)
     new = jax.ShapeDtypeStruct((1, shape.batch * shape.queries, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-    where = [jax.ShapeDtypeStruct((1, touched), jnp.int32)] * 4
+    where = [jax.ShapeDtypeStruct((_LAYERS, 1, touched), jnp.int32)] * 4
 
     def layers(pools, new, where):
-        def layer(_, pools):
+        def layer(number, pools):
             if in_xla:
-                return tuple(write_pool(pool, of, *where) for pool, of in zip(pools, new, strict=True))
-            return write_pages(pools, new, *where)
+                here = [of[number] for of in where]
+                return tuple(write_pool(pool, of, *here) for pool, of in zip(pools, new, strict=True))
+            return write_pages(pools, new, *where, number)
 
-        return jax.lax.fori_loop(0, _LAYERS, layer, pools)
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(_LAYERS), layer, pools)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         arguments = placed(((pool, pool), (new, new), where), mesh)
@@ -104,6 +105,6 @@ def _row(shape: AttentionShape, dump: Path, compiled, pool, new, name: str) -> d
 
 if __name__ == "__main__":
     assert _DUMP is not None
-    for i, attention_shape in SHAPES:
+    for i, attention_shape in SHAPES[: shapes_asked_for()]:
         for in_xla in (False, True):
             print(json.dumps(compile_write(attention_shape, _DUMP, i, in_xla=in_xla)), flush=True)

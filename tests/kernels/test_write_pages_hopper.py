@@ -46,9 +46,14 @@ def case_of(*, heads=2, size=8, dims=(64, 64), groups=1, touched=4, dtype: Any =
     return pools, news, *(jnp.asarray(of, jnp.int32) for of in (pages, first, begins, ends))
 
 
+def of_layers(where):
+    """Where tokens go in layer 1; in layers 0 and 2 they would go elsewhere."""
+    return *(jnp.stack([of[:, ::-1], of, of * 0]) for of in where), jnp.int32(1)
+
+
 def check(case, kernel=in_hopper) -> None:
     pools, news, *where = case
-    written = jit(functools.partial(kernel.write_pages, interpret=PARAMS))(pools, news, *where)
+    written = jit(functools.partial(kernel.write_pages, interpret=PARAMS))(pools, news, *of_layers(where))
     for got, pool, new in zip(written, pools, news, strict=True):
         assert got.dtype == pool.dtype
         bits = lambda array: np.asarray(array[1:]).view(np.uint8)  # noqa: E731
@@ -77,7 +82,8 @@ def test_padding_may_bring_nan_tokens_and_changes_no_page():
     pools, news, *where = case_of()
     nothing = [jnp.zeros_like(of) for of in where]
     spoilt = tuple(jnp.full_like(new, jnp.nan) for new in news)
-    for got, pool in zip(in_hopper.write_pages(pools, spoilt, *nothing, interpret=PARAMS), pools, strict=True):
+    written = in_hopper.write_pages(pools, spoilt, *of_layers(nothing), interpret=PARAMS)
+    for got, pool in zip(written, pools, strict=True):
         np.testing.assert_array_equal(got[1:].astype(jnp.float32), pool[1:].astype(jnp.float32))
 
 
@@ -114,6 +120,7 @@ FAULTS = {
         "zip(rows[::-1], pools):\n            plgpu",
     ),
     "group of another": ("source.at[group, token]", "source.at[0, token]"),
+    "another layer": ("of[layer[0], group", "of[0, group"),
     "padding written": ("pl.when(page > 0)", "pl.when(page >= 0)"),
     "page 1 taken for padding": ("pl.when(page > 0)", "pl.when(page > 1)"),
 }
