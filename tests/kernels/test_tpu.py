@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -218,6 +219,14 @@ def test_rows_too_long_for_scalar_memory_are_refused():
     rows = dataclasses.replace(case.arguments[4], page_table=jnp.zeros((3, 1, 1, entries), jnp.int32))
     with pytest.raises(NotImplementedError, match=f"rows of {entries} pages are more than {tpu.MOST_ENTRIES}"):
         attend(case, arguments=(*case.arguments[:4], rows, case.arguments[5]))
+
+
+def test_steps_too_many_for_scalar_memory_are_refused():
+    case, seqs = Paged(lengths=[4], head_dim=DIM), tpu.MOST_STEPS + 1
+    queries = jax.tree.map(lambda of: jnp.zeros(seqs, of.dtype), case.arguments[5])
+    rows = jax.tree.map(lambda of: jnp.zeros((3, 1, seqs, 1)[: of.ndim], of.dtype), case.arguments[4])
+    with pytest.raises(NotImplementedError, match=f"{seqs} tiles and slices of heads are more than {tpu.MOST_STEPS}"):
+        attend(case, arguments=(*case.arguments[:4], rows, queries))
 
 
 @pytest.mark.parametrize("is_decode", [True, False])
