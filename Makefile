@@ -24,11 +24,14 @@ demo: .venv/.stamp
 test: lint types
 	.venv/bin/python -m pytest -m "not slow"
 
-# The tests marked slow, then the core tests on the oldest jax, and one shape of each kind compiled with it.
+# The tests marked slow, then the core tests on the oldest jax, and some shapes compiled with it.
 test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp .venv-kernels-oldest/.stamp
 	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels/bin/python .venv/bin/python -m pytest -m slow
 	.venv-oldest/bin/python -m pytest -m "not slow" $(CORE_TESTS)
-	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels-oldest/bin/python .venv/bin/python scripts/compile_kernels.py --shapes 8
+	for target in h200 v5e; do \
+	    KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels-oldest/bin/python \
+	        .venv/bin/python scripts/compile_kernels.py --target $$target --shapes 8 || exit 1; \
+	done
 
 lint: .venv/.stamp
 	.venv/bin/ruff check

@@ -116,3 +116,11 @@ def test_generation_compiles_for_one_and_for_eight_h200s(kernels_python, capsys)
         (program, devices) for devices in (1, 8) for program in ("prefill", "generate", "stream")
     ]
     assert not any(row["faults"] or row["pool_copies"] for row in rows)
+
+
+@pytest.mark.slow
+def test_generation_compiles_for_a_tpu(kernels_python, capsys):
+    assert main(["compile-kernels", "--loop", "--target", "v5e", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["program"] for row in rows] == ["prefill", "generate", "stream"]
+    assert not any(row["faults"] or row["pool_copies"] for row in rows)

@@ -128,11 +128,12 @@ def some_of(shapes: Sequence[AttentionShape], count: int | None) -> list[tuple[i
     return [(number, shapes[number]) for number in sorted([*kinds.values(), *others][:count])]
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def shapes_asked_for() -> int | None:
+    """Return how many shapes the command's arguments ask for, None for all: `[--target h200] [--shapes N]`."""
+    parser = argparse.ArgumentParser(description="Compile for an H200 and print a JSON row a line.")
     parser.add_argument("--target", choices=["h200"], default="h200")
     parser.add_argument("--shapes", type=int)
-    return parser.parse_args()
+    return parser.parse_args().shapes
 
 
 def with_features(head_dims: Sequence[int] = (128, 256)) -> list[tuple[AttentionShape, tuple[str, ...]]]:
@@ -147,7 +148,7 @@ def with_features(head_dims: Sequence[int] = (128, 256)) -> list[tuple[Attention
 
 if __name__ == "__main__":
     assert _DUMP is not None
-    only = _options().shapes
+    only = shapes_asked_for()
     for i, attention_shape in some_of(ATTENTION_SHAPES, only):
         print(json.dumps(compile_shape(attention_shape, _DUMP, i)), flush=True)
     for attention_shape, chosen_features in with_features() if only is None else ():

@@ -22,7 +22,7 @@ if _DUMP is not None:
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, faults  # noqa: E402
+from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, faults, shapes_asked_for, some_of  # noqa: E402
 from kvjax.benchmarks.deviceless import h200_mesh, placed  # noqa: E402
 from kvjax.kernels.attention_mass import hopper  # noqa: E402
 from kvjax.kernels.paged_attention import Queries, Rows  # noqa: E402
@@ -111,6 +111,6 @@ def _row(shape: AttentionShape, queries: int, dump: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert _DUMP is not None
-    for i, attention_shape in enumerate(SHAPES):
+    for i, attention_shape in some_of(SHAPES, shapes_asked_for()):
         for last in (None, LAST_QUERIES):
             print(json.dumps(compile_mass(attention_shape, _DUMP, i, last=last)), flush=True)

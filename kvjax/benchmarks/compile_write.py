@@ -23,7 +23,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from kvjax.benchmarks.compile_checks import whole_pool_operations  # noqa: E402
-from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, SHARED_MEMORY_LIMIT, some_of  # noqa: E402
+from kvjax.benchmarks.compile_kernels import (  # noqa: E402
+    H200_BYTES_PER_SECOND,
+    SHARED_MEMORY_LIMIT,
+    shapes_asked_for,
+    some_of,
+)
 from kvjax.benchmarks.compile_mass import read_dump  # noqa: E402
 from kvjax.benchmarks.deviceless import h200_mesh, placed  # noqa: E402
 from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape  # noqa: E402
