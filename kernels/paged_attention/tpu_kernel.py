@@ -171,26 +171,25 @@ def attend_tiles(
     optional = [(array, spec) for array, spec in optional if array is not None]
     slots, steps = pages * choices.page_size, plan.steps.shape[1]
     block = (stages, heads, slots, head_dim)
-    buffers = [
-        *Buffers(
-            keys=pltpu.VMEM(block, keys.dtype),
-            values=pltpu.VMEM(block, values.dtype),
-            positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
-            ids=pltpu.SMEM((_ROWS_OF_IDS, table.shape[-1]), jnp.int32),
-            acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
-            maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-            total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-            state=pltpu.SMEM((3,), jnp.int32),
-            pages_in=pltpu.SemaphoreType.DMA((stages,)),
-            ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
-        )[:10]
-    ]
+    buffers = Buffers(
+        keys=pltpu.VMEM(block, keys.dtype),
+        values=pltpu.VMEM(block, values.dtype),
+        positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
+        ids=pltpu.SMEM((_ROWS_OF_IDS, table.shape[-1]), jnp.int32),
+        acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
+        maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+        total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+        state=pltpu.SMEM((3,), jnp.int32),
+        pages_in=pltpu.SemaphoreType.DMA((stages,)),
+        ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
+        logits=pltpu.VMEM((heads, num_rows, slots), jnp.float32) if choices.has_logits else None,
+        logits_out=pltpu.SemaphoreType.DMA if choices.has_logits else None,
+    )
     outs = [
         (jax.ShapeDtypeStruct(q.shape, q.dtype), of_tile(head_dim)),
         (jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32), of_tile(1)),
     ]
     if choices.has_logits:
-        buffers += [pltpu.VMEM((heads, num_rows, slots), jnp.float32), pltpu.SemaphoreType.DMA]
         of_slots = (steps, pl.cdiv(table.shape[-1], pages), heads, num_rows, slots)
         outs.append((jax.ShapeDtypeStruct(of_slots, jnp.float32), in_hbm))
     out, lse, *logits = pl.pallas_call(
@@ -201,7 +200,7 @@ def attend_tiles(
             grid=(kv_heads // heads, plan.tiles.shape[1]),
             in_specs=[of_tile(head_dim), in_hbm, in_hbm, in_hbm, in_hbm, *(spec for _, spec in optional)],
             out_specs=[spec for _, spec in outs],
-            scratch_shapes=buffers,
+            scratch_shapes=[buffer for buffer in buffers if buffer is not None],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=False if interpret is None else interpret,
