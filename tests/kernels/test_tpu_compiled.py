@@ -11,7 +11,7 @@ from kvjax.benchmarks import compile_tpu
 from kvjax.kernels.paged_attention import tpu
 from kvjax.kernels.shapes import ATTENTION_SHAPES
 
-LOOP = Path(__file__).parents[1] / "deviceless" / "tpu_loop.py"
+LOOP, OPTIONS = (Path(__file__).parents[1] / "deviceless" / name for name in ("tpu_loop.py", "tpu_options.py"))
 GOOD: dict[str, Any] = dict(vmem_bytes=9_000_000, smem_bytes=512, stages=2, pool_copies=0, temp_bytes=77)
 
 
@@ -66,3 +66,14 @@ def test_a_loop_over_a_donated_pool_copies_nothing(target, kernels_python):
     assert report["kernels"] > 0 and not report["pool_copies"], report
     assert report["alias_bytes"] >= report["pool_bytes"] >= 1 << 30
     assert report["temp_bytes"] < 0.03 * report["pool_bytes"], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_every_option_compiles_without_a_copy_of_the_pool(target, kernels_python):
+    result = subprocess.run([kernels_python, OPTIONS, target], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    # The last queries' logits in a prefill are a launch of their own.
+    assert {row["name"]: row["kernels"] for row in rows}["logits, prefill"] == 2
+    assert all(row["kernels"] > 0 and not row["pool_copies"] for row in rows), rows
