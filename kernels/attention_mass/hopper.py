@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from kvjax.kernels.attention_mass.hopper_kernel import Shape, mass_of_fragments
+from kvjax.kernels.attention_mass.hopper_kernel import mass_of_fragments
+from kvjax.kernels.attention_mass.hopper_tile import Shape
 from kvjax.kernels.attention_mass.hopper_work import (
-    ALIGNMENT,
-    BLOCK,
     Row,
     Work,
     align_queries,
@@ -47,11 +46,15 @@ def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads
 
 def shape_of(head_dim: int, kv_heads: int, max_query_length: int) -> Shape:
     """Choose tiles and stages that fit 227 KB of shared memory and the registers, and CTAs that fill the chip."""
-    most = 64 if head_dim == 256 else 128
-    tile_tokens = min(most, -(-max_query_length // ALIGNMENT) * ALIGNMENT)
-    key_stages = 4 if head_dim <= 128 and tile_tokens <= 32 else 2
-    query_stages = 2 if head_dim == 256 else 4
-    return Shape(tile_tokens, key_stages, query_stages, max(_PROCESSORS // kv_heads, 1))
+    tile_tokens = 8 if max_query_length <= 8 else -(-max_query_length // 16) * 16
+    workers = max(_PROCESSORS // kv_heads, 1)
+    if tile_tokens <= 64:
+        # Memory is the limit then: the more keys in flight the better.
+        return Shape(128, tile_tokens, 2 if head_dim == 256 else 4, 2, workers)
+    if head_dim == 256:
+        return Shape(128, 64, 2, 2, workers)
+    # Twice the slots halve the traffic of queries from L2.
+    return Shape(256, min(tile_tokens, 96), 2, 3, workers)
 
 
 def attention_mass(
@@ -94,8 +97,8 @@ def attention_mass(
     packing = align_queries(queries, q.shape[0], shape.tile_tokens)
     row = rows_in_order(rows, positions, queries)
     work = share_work(
-        rows, row, queries, packing, page_size=page_size, tile_tokens=shape.tile_tokens, heads=heads,
-        workers=shape.workers, has_sink_query=sink_query is not None,
+        rows, row, queries, packing, page_size=page_size, block=shape.block, tile_tokens=shape.tile_tokens,
+        heads=heads, workers=shape.workers, has_sink_query=sink_query is not None,
     )  # fmt: skip
     both = (q,) if sink_query is None else (q, sink_query)
     aligned = jnp.concatenate([of.at[packing.sources].get(mode="promise_in_bounds") for of in both]).swapaxes(0, 1)
@@ -104,20 +107,20 @@ def attention_mass(
         aligned, base_2, keys, positions, work, kv_heads=kv_heads, shape=shape, scale=scale, soft_cap=soft_cap,
         band=band, interpret=interpret,
     )  # fmt: skip
-    sums = blocks_of_fragments(sums.reshape(*sums.shape[:2], BLOCK), work)
+    sums = blocks_of_fragments(sums.reshape(*sums.shape[:2], shape.block), work)
     entropy = -math.log(2) * blocks_of_fragments(products.sum((2, 4)), work)
     return _by_entry(sums, rows, row, queries, work, page_size), _by_sequence(entropy, queries, work)
 
 
 def _by_entry(sums, rows: Rows, row: Row, queries: Queries, work: Work, page_size: int):
-    """Column sums of blocks [kv_heads, blocks, 128] to the slots of the rows' table entries."""
+    """Column sums of blocks [kv_heads, blocks, slots of a block] to the slots of the rows' table entries."""
     ring, pinned = rows.rings[rows.layer], jnp.int32(rows.pinned(page_size))
     entry = jnp.arange(rows.page_table.shape[-1], dtype=jnp.int32)[None, None]
     held, first, pages = (of[..., None] for of in (row.pinned, row.first, row.pages))
     page = jnp.where(entry < pinned, entry, held + (entry - first) % ring)
     is_live = jnp.where(entry < pinned, entry < held, (entry - pinned < ring) & (page < pages))
     is_live = is_live & (queries.lengths > 0)[None, :, None]
-    in_block = BLOCK // page_size
+    in_block = sums.shape[2] // page_size
     place = (work.first_of_row + work.sink_blocks)[..., None] * in_block + page
     of_pages = sums.reshape(work.begin.shape[0], -1, work.begin.shape[1] * in_block, page_size)
 

@@ -1,6 +1,6 @@
 """The Hopper kernel of attention mass: blocks of keys stay in shared memory while the queries that see them pass by.
 
-A CTA serves one KV head and a run of steps (`hopper_work.py`). A block has 128 slots, 64 for each of two consumer
+A CTA serves one KV head and a run of steps (`hopper_work.py`). A block has 64 slots for each of two or four consumer
 warpgroups; one producer warpgroup brings keys and tiles of queries:
 
     producer   keys, positions -> | queries, lse of step i -> | step i + 1 -> ...
@@ -14,7 +14,7 @@ Slots are the rows of the product, so that what a slot receives is a sum along a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,54 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.kernels.attention_mass import hopper_work as work_fields
-from kvjax.kernels.attention_mass.hopper_work import ALIGNMENT, BLOCK, Work
-from kvjax.kernels.paged_attention.hopper_block import EMPTY, ROWS, cap, product, tile_columns
-
-_PARTS = BLOCK // ROWS  # consumers of a CTA
-_LAST = 2**31 - 1
-_COLUMNS = 64  # of a tile, looked at together: each needs a register for its lse
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static choices.
-
-    Attributes:
-        tile_tokens: query tokens of a tile, a multiple of 8 up to 256.
-        key_stages, query_stages: blocks of keys and tiles of queries in shared memory.
-        workers: CTAs of one KV head.
-    """
-
-    tile_tokens: int
-    key_stages: int
-    query_stages: int
-    workers: int
-
-
-class Scratch(NamedTuple):
-    """The kernel's shared memory and barriers.
-
-    Attributes:
-        keys: [key stages, 2, 64, head_dim].
-        positions: int32 [key stages, 2, 64].
-        queries: [query stages, tile_tokens, head_dim].
-        lse: float32 [query stages, tile_tokens].
-        sums: float32 [2, 64].
-        entropy: float32 [2, heads, 64].
-        k_full, q_full: copies have arrived.
-        k_free, q_free: both consumers have done.
-    """
-
-    keys: Any
-    positions: Any
-    queries: Any
-    lse: Any
-    sums: Any
-    entropy: Any
-    k_full: Any
-    k_free: Any
-    q_full: Any
-    q_free: Any
+from kvjax.kernels.attention_mass.hopper_tile import Logits, Scratch, Shape, add_tile
+from kvjax.kernels.attention_mass.hopper_work import ALIGNMENT, Work
+from kvjax.kernels.paged_attention.hopper_block import ROWS, tile_columns
 
 
 def mass_of_fragments(
@@ -87,7 +42,9 @@ def mass_of_fragments(
     soft_cap: float | None,
     band: int | None,
     interpret: Any = None,
-) -> tuple[Float32[Array, "kv_heads fragments 2 64"], Float32[Array, "kv_heads fragments 2 heads_of_one 64"]]:
+) -> tuple[
+    Float32[Array, "kv_heads fragments consumers 64"], Float32[Array, "kv_heads fragments consumers heads_of_one 64"]
+]:
     """Return the column sums of every fragment, and the sums of p * log2(p) of every slot and query head.
 
     Args:
@@ -100,14 +57,14 @@ def mass_of_fragments(
         interpret: `plgpu.InterpretGPUParams` to run without a GPU.
     """
     heads, head_dim, page_size = q.shape[0] // kv_heads, q.shape[2], keys.shape[2]
-    kernel = _Kernel(shape, page_size, keys.shape[1], heads, scale, soft_cap, band)
+    kernel = _Kernel(shape, page_size, keys.shape[1], heads, Logits(scale, soft_cap, band))
     columns = tile_columns(head_dim)
     # pyright takes these classes for abstract ones.
     transforms = (
         plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
     )
-    outs = (kv_heads, work.begin.shape[1] + shape.workers - 1, _PARTS)
+    outs = (kv_heads, work.begin.shape[1] + shape.workers - 1, shape.consumers)
     stages = (shape.key_stages, shape.query_stages)
     call = plgpu.kernel(
         kernel,
@@ -117,19 +74,19 @@ def mass_of_fragments(
         ),
         grid=(shape.workers, kv_heads),
         grid_names=("worker", "head"),
-        num_threads=_PARTS + 1,
+        num_threads=shape.consumers + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((stages[0], _PARTS, ROWS, head_dim), keys.dtype, transforms=transforms),
-            plgpu.SMEM((stages[0], _PARTS, ROWS), jnp.int32),
+            plgpu.SMEM((stages[0], shape.consumers, ROWS, head_dim), keys.dtype, transforms=transforms),
+            plgpu.SMEM((stages[0], shape.consumers, ROWS), jnp.int32),
             plgpu.SMEM((stages[1], shape.tile_tokens, head_dim), q.dtype, transforms=transforms),
             plgpu.SMEM((stages[1], shape.tile_tokens), jnp.float32),
-            plgpu.SMEM((_PARTS, ROWS), jnp.float32),
-            plgpu.SMEM((_PARTS, heads, ROWS), jnp.float32),
+            plgpu.SMEM((shape.consumers, ROWS), jnp.float32),
+            plgpu.SMEM((shape.consumers, heads, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * kernel.pieces, num_barriers=stages[0]),
-            plgpu.Barrier(num_arrivals=_PARTS, num_barriers=stages[0]),
+            plgpu.Barrier(num_arrivals=shape.consumers, num_barriers=stages[0]),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages[1]),
-            plgpu.Barrier(num_arrivals=_PARTS, num_barriers=stages[1]),
+            plgpu.Barrier(num_arrivals=shape.consumers, num_barriers=stages[1]),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -148,19 +105,17 @@ class _Kernel:
     page_size: int
     heads_per_group: int
     heads: int
-    scale: float
-    soft_cap: float | None
-    band: int | None
+    logits: Logits
 
     @property
     def piece(self) -> int:
-        """Slots that one copy brings: a page, or the part of it that one consumer has."""
+        """Slots that one copy brings: a page, or the half of it that one consumer has."""
         return min(self.page_size, ROWS)
 
     @property
     def pieces(self) -> int:
         """Copies of a block."""
-        return BLOCK // self.piece
+        return self.shape.block // self.piece
 
     def __call__(
         self, q, lse, keys, positions, pages, info, begin, end, per_worker, first_block, end_block, sums, entropy,
@@ -189,15 +144,17 @@ class _Kernel:
 
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == _PARTS)
+        @pl.when(warpgroup == self.shape.consumers)
         def _():
+            self._take_registers(64, "decrease")
             queries = (q, lse, head * self.heads)
             pool = (keys.at[:, head_in_group], positions, pages.at[group])
             steps, fragments = for_each_fragment(self._produce(queries, pool, info.at[group], at))
             self._drain(steps, fragments, at)
 
-        @pl.when(warpgroup < _PARTS)
+        @pl.when(warpgroup < self.shape.consumers)
         def _():
+            self._take_registers(104, "increase")
             fragment = (sums.at[head], entropy.at[head], worker)
             for_each_fragment(self._consume(warpgroup, fragment, info.at[group], at))
             plgpu.wait_smem_to_gmem(0)
@@ -233,6 +190,14 @@ class _Kernel:
 
         return fragment
 
+    def _take_registers(self, count: int, action: Literal["increase", "decrease"]) -> None:
+        """Let consumers have registers of the producer where there are five warpgroups.
+
+        They start with 96 each, and must not ask for more than these: 5 x 96 = 64 + 4 x 104.
+        """
+        if self.shape.consumers == 4:
+            plgpu.set_max_registers(count, action=action)
+
     def _drain(self, steps, fragments, at):
         """Wait for what nobody else waits for, so that no barrier ends with a phase unseen."""
         for slot in range(self.shape.key_stages):
@@ -248,71 +213,34 @@ class _Kernel:
         of_rows = plgpu.Layout.WGMMA.reduce(1)
 
         def zeros():
-            return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), of_rows)
+            return plgpu.layout_cast(jnp.zeros((ROWS, self.shape.columns), jnp.float32), plgpu.Layout.WGMMA)
 
         def fragment(block, first, count, steps, fragments):
-            fields = [info[block, i] for i in range(work_fields.FULL_TO + 1)]
-            tiles, slot = fields[work_fields.TILES], lax.rem(fragments, jnp.int32(self.shape.key_stages))
+            tiles, slot = info[block, work_fields.TILES], lax.rem(fragments, jnp.int32(self.shape.key_stages))
             plgpu.barrier_wait(at.k_full.at[slot])
             position = plgpu.load(at.positions.at[slot, me], layout=of_rows)
-            counts = (position >= fields[work_fields.LOWEST]) & (position <= fields[work_fields.HIGHEST])
             plgpu.wait_smem_to_gmem(0)  # what the last fragment wrote has left shared memory
+
+            def counted(by_column):
+                """The sums of the slots that count; read late, as registers are few."""
+                lowest, highest = info[block, work_fields.LOWEST], info[block, work_fields.HIGHEST]
+                return jnp.where((position >= lowest) & (position <= highest), by_column.sum(axis=1), 0.0)
 
             def of_head(head, sums):
                 def of_tile(tile, carry):
                     step = self._slot(steps + head * tiles + tile - first)
-                    return self._of_tile(at.keys.at[slot, me], step, tile, position, fields, carry, at)
+                    return add_tile(self.logits, at, (slot, me, step), tile, position, info.at[block], carry)
 
                 begin, end = (jnp.clip(at_step - head * tiles, 0, tiles) for at_step in (first, first + count))
                 sums, entropy = lax.fori_loop(begin, end, of_tile, (sums, zeros()))
-                at.entropy[me, head] = jnp.where(counts, entropy, 0.0)
+                at.entropy[me, head] = counted(entropy)
                 return sums
 
             sums = lax.fori_loop(0, self.heads, of_head, zeros())
-            at.sums[me] = jnp.where(counts, sums, 0.0)
+            at.sums[me] = counted(sums)
             plgpu.commit_smem()
             plgpu.barrier_arrive(at.k_free.at[slot])
             plgpu.copy_smem_to_gmem(at.sums.at[me], sums_out.at[block + worker, me])
             plgpu.copy_smem_to_gmem(at.entropy.at[me], entropy_out.at[block + worker, me])
 
         return fragment
-
-    def _of_tile(self, keys, slot, tile, position, fields, carry, at):
-        """Add what one tile of one head gives to the column sums and to the sums of p * log2(p)."""
-        plgpu.barrier_wait(at.q_full.at[slot])
-        logits = product(keys, at.queries.at[slot].T, (ROWS, self.shape.tile_tokens))
-        for begin in range(0, self.shape.tile_tokens, _COLUMNS):
-            width = min(_COLUMNS, self.shape.tile_tokens - begin)
-            lse = plgpu.load(at.lse.at[slot, pl.ds(begin, width)], layout=plgpu.Layout.WGMMA.reduce(0))
-            log_p = cap(logits[:, begin : begin + width], self.scale, self.soft_cap)
-            log_p = log_p - lax.broadcast_in_dim(lse, log_p.shape, [1])
-            carry = self._add(log_p, tile * self.shape.tile_tokens + begin, position, fields, carry)
-        # The fence orders the reads of lse before the copy that overwrites it.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(at.q_free.at[slot])
-        return carry
-
-    def _add(self, log_p, first, position, fields, carry):
-        """Add some columns of a tile to the sums; `first` is the number of the first query among the block's."""
-        sums, entropy = carry
-        column = plgpu.broadcasted_iota(jnp.int32, log_p.shape, 1, layout=plgpu.Layout.WGMMA)
-        # Where the query of a slot's own position stands.
-        own = position - fields[work_fields.POSITION]
-
-        def of_row(limit):
-            """A limit of each row's own; a column compared with it is a constant, and takes no register."""
-            return lax.broadcast_in_dim(limit - first, log_p.shape, [0])
-
-        def mask(log_p):
-            window, tokens = fields[work_fields.WINDOW], fields[work_fields.TOKENS]
-            end = jnp.minimum(jnp.minimum(own, _LAST - window) + window, tokens)
-            return jnp.where((column >= of_row(own)) & (column < of_row(end)), log_p, EMPTY)
-
-        end = first + log_p.shape[1]
-        is_full = (first >= fields[work_fields.FULL_FROM]) & (end <= fields[work_fields.FULL_TO])
-        log_p = lax.cond(is_full, lambda x: x, mask, log_p)
-        p = jnp.exp2(log_p)
-        entropy = entropy + (p * log_p).sum(axis=1)
-        if self.band is not None:
-            p = jnp.where(column <= of_row(jnp.minimum(own, _LAST - self.band) + self.band), p, 0.0)
-        return sums + p.sum(axis=1), entropy

@@ -1,6 +1,6 @@
 """Attention mass as work for a chip: blocks of keys, the tiles of queries that see them, one list cut into equal runs.
 
-A *block* is 128 slots of one row, or the sinks of a row, whose queries and visibility are others. A *step* is one
+A *block* is some slots of one row, or the sinks of a row, whose queries and visibility are others. A *step* is one
 block, one query head and one tile of that head's tokens. The steps of all blocks form one list, of which each worker
 takes a run. Where a run and a block meet there is a *fragment*, numbered `block + worker` as in
 `paged_attention/tiles.py`.
@@ -15,7 +15,6 @@ from jaxtyping import Array, Float32, Int32
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
 from kvjax.kernels.pytree import pytree
 
-BLOCK = 128  # slots
 ALIGNMENT = 8  # tokens: rows of a swizzled tile
 # What the kernel knows of a block: see `Work.info`.
 PLACE, TOKENS, TILES, POSITION, LOWEST, HIGHEST, WINDOW, FULL_FROM, FULL_TO = range(9)
@@ -115,8 +114,8 @@ def _ids(rows: Rows, logical, pinned):
 
 
 def share_work(
-    rows: Rows, row: Row, queries: Queries, packing: Packing, *, page_size: int, tile_tokens: int, heads: int,
-    workers: int, has_sink_query: bool,
+    rows: Rows, row: Row, queries: Queries, packing: Packing, *, page_size: int, block: int, tile_tokens: int,
+    heads: int, workers: int, has_sink_query: bool,
 ) -> Work:  # fmt: skip
     """List the blocks of all rows that have queries, and share their steps among workers.
 
@@ -124,7 +123,7 @@ def share_work(
     its pinned pages, at least all that a query sees: so distances of slots tell which tiles a block is seen by, and
     which of them need no mask.
     """
-    in_block = BLOCK // page_size
+    in_block = block // page_size
     has_queries = queries.lengths[None] > 0
     sink_blocks, blocks = (-(-jnp.where(has_queries, pages, 0) // in_block) for pages in (row.pinned, row.pages))
     of_row = sink_blocks + blocks
@@ -139,7 +138,8 @@ def share_work(
     first_page = (within - jnp.where(is_sink, 0, of_owner(sink_blocks))) * in_block
     is_used = index[None] < ends[:, -1:]
     pages = _pages_of(rows, row, of_owner, sequence, first_page, in_block, is_sink, is_used, page_size)
-    info = _info_of(rows, row, queries, packing, of_owner, first_page, is_sink, page_size, tile_tokens, has_sink_query)
+    place = packing.starts[None], packing.sources.shape[0] if has_sink_query else 0
+    info = _info_of(rows, row, queries, place, of_owner, first_page * page_size, block, is_sink, tile_tokens)
     steps = jnp.where(is_used, info[..., TILES] * heads, 0)
     end = jnp.cumsum(steps, axis=1, dtype=jnp.int32)
     total = end[:, -1:]
@@ -166,19 +166,18 @@ def _pages_of(rows, row, of_owner, sequence, first_page, in_block, is_sink, is_u
     return jnp.where(there, ids.get(mode="promise_in_bounds"), 0)
 
 
-def _info_of(rows, row, queries, packing, of_owner, first_page, is_sink, page_size, tile_tokens, has_sink_query):
+def _info_of(rows, row, queries, place, of_owner, first_slot, block, is_sink, tile_tokens):
     """The fields of every block [groups, blocks, 9]."""
     lengths, starts = of_owner(queries.lengths[None]), of_owner(queries.start_positions[None])
     window = jnp.where(is_sink, 2**31 - 1, rows.windows[rows.layer])
     near = jnp.minimum(window, _FAR)
     # Slots before the block's first and last, seen from the first query.
-    first = first_page * page_size - of_owner(row.query_slot)
-    last = first + BLOCK - 1
+    first = first_slot - of_owner(row.query_slot)
+    last = first + block - 1
     first_token = jnp.clip(first, 0, lengths) // ALIGNMENT * ALIGNMENT
     tokens = jnp.maximum(jnp.where(is_sink, lengths, jnp.minimum(lengths, last + near)) - first_token, 0)
-    place = of_owner(packing.starts[None]) + first_token
-    if has_sink_query:
-        place = place + jnp.where(is_sink, packing.sources.shape[0], 0)
+    starts_of_queries, to_sink_queries = place
+    place = of_owner(starts_of_queries) + first_token + jnp.where(is_sink, to_sink_queries, 0)
     fields = {
         PLACE: place // ALIGNMENT,
         TOKENS: tokens,
