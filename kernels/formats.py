@@ -1,8 +1,8 @@
 """Page formats: how a vector of `head_dim` values is stored, and what comes back.
 
-A vector has codes and, in quantised formats, a scale of its own (bfloat16) or a scale and a minimum (float16). Codes are
-computed with the scale as it is stored, so that who writes and who reads agree. Definitions: FP8 (OCP e4m3 and e5m2);
-symmetric int8; asymmetric int4 with a float minimum (KIVI), after an orthonormal Hadamard rotation (QuaRot).
+A vector has codes and, in quantised formats, a scale of its own (bfloat16) or a scale and a minimum (float16). Codes
+are computed with the scale as it is stored, so that who writes and who reads agree. Definitions: FP8 (OCP e4m3 and
+e5m2); symmetric int8; asymmetric int4 with a float minimum (KIVI), after an orthonormal Hadamard rotation (QuaRot).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Shaped
+
+from kvjax.kernels.pytree import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Format:
     Attributes:
         name: of the format.
         dtype: of the codes.
+        bits_of: of the 8-bit floats that the codes are the bits of: XLA on CPUs gathers and scatters arrays of such
+            floats by converting all of them, so pages hold bytes.
         per_code: values in one code; two share a byte half-split: value i is the low nibble of byte i, value
             i + head_dim / 2 the high one.
         largest: of a code; None for formats that are not quantised.
@@ -32,6 +37,7 @@ class Format:
 
     name: str
     dtype: str
+    bits_of: str | None = None
     per_code: int = 1
     largest: float | None = None
     scale_dtype: str = "bfloat16"
@@ -50,39 +56,62 @@ FORMATS = {
         Format("bfloat16", "bfloat16"),
         Format("float16", "float16"),
         Format("float32", "float32"),
-        Format("fp8_e4m3", "float8_e4m3fn", largest=448, num_scales=1),
-        Format("fp8_e5m2", "float8_e5m2", largest=57344, num_scales=1),
+        Format("fp8_e4m3", "uint8", bits_of="float8_e4m3fn", largest=448, num_scales=1),
+        Format("fp8_e5m2", "uint8", bits_of="float8_e5m2", largest=57344, num_scales=1),
         Format("int8", "int8", largest=127, num_scales=1),
         Format("int4_hadamard", "uint8", per_code=2, largest=15, scale_dtype="float16", num_scales=2, is_rotated=True),
     )
 }
 
 
+@pytree
+class Stored:
+    """Keys or values of all pages, in a format.
+
+    Attributes:
+        codes: [pages, heads, page_size, width], of the format's dtype.
+        scales: float [pages, heads, page_size] each: none, scale, or scale and minimum of every vector.
+        form: the format (static).
+    """
+
+    codes: Shaped[Array, "pages heads page_size width"]
+    scales: tuple[Float[Array, "pages heads page_size"], ...]
+    form: Format = dataclasses.field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, pages: Shaped[Array, "pages heads page_size width"] | Stored) -> Stored:
+        """Take plain arrays as what they are."""
+        return pages if isinstance(pages, Stored) else cls(pages, (), Format(str(pages.dtype), str(pages.dtype)))
+
+
 def encode(
     x: Float[Array, "*rows head_dim"], form: Format
-) -> tuple[Shaped[Array, "*rows width"], Float[Array, "*rows scales"] | None]:
+) -> tuple[Shaped[Array, "*rows width"], tuple[Float[Array, "*rows"], ...]]:
     """Store vectors.
 
-    Values beyond what the scale can express saturate; NaN becomes 0, so that no reader meets one.
+    In quantised formats values beyond what the scale can express saturate; NaN becomes 0, so that no reader meets one.
 
-    Returns: codes, and the scale or (scale, minimum) of each vector, None for formats that are not quantised.
+    Returns: codes, and no, one (scale) or two (scale, minimum) numbers for each vector.
     """
     if form.largest is None:
-        return x.astype(form.dtype), None
+        return x.astype(form.dtype), ()
     x = jnp.nan_to_num(x.astype(jnp.float32), nan=0.0)
     if form.is_rotated:
         x = rotate(x)
     if form.num_scales == 1:
-        scales = _stored_scale(jnp.abs(x).max(-1, keepdims=True) / form.largest, form)
-        codes = jnp.clip(x / scales.astype(jnp.float32), -form.largest, form.largest)
-        return (jnp.round(codes) if form.dtype == "int8" else codes).astype(form.dtype), scales
+        scale = _stored_scale(jnp.abs(x).max(-1) / form.largest, form)
+        codes = jnp.clip(x / scale.astype(jnp.float32)[..., None], -form.largest, form.largest)
+        if form.bits_of is None:
+            return jnp.round(codes).astype(form.dtype), (scale,)
+        return lax.bitcast_convert_type(codes.astype(form.bits_of), form.dtype), (scale,)
     limit = float(jnp.finfo(form.scale_dtype).max)
-    minimum = jnp.clip(x.min(-1, keepdims=True), -limit, limit).astype(form.scale_dtype)
-    scale = _stored_scale((x.max(-1, keepdims=True) - minimum.astype(jnp.float32)) / form.largest, form)
-    codes = (x - minimum.astype(jnp.float32)) / scale.astype(jnp.float32)
+    minimum = jnp.clip(x.min(-1), -limit, limit).astype(form.scale_dtype)
+    least = minimum.astype(jnp.float32)
+    scale = _stored_scale((x.max(-1) - least) / form.largest, form)
+    codes = (x - least[..., None]) / scale.astype(jnp.float32)[..., None]
     codes = jnp.clip(jnp.round(codes), 0, form.largest).astype(jnp.uint8)
     low, high = jnp.split(codes, 2, axis=-1)
-    return low | (high << jnp.uint8(4)), jnp.concatenate([scale, minimum], axis=-1)
+    return low | (high << jnp.uint8(4)), (scale, minimum)
 
 
 def _stored_scale(scale: Array, form: Format) -> Array:
@@ -91,16 +120,24 @@ def _stored_scale(scale: Array, form: Format) -> Array:
     return jnp.clip(scale, float(info.tiny), float(info.max)).astype(form.scale_dtype)
 
 
-def decode(
-    codes: Shaped[Array, "*rows width"], scales: Float[Array, "*rows scales"] | None, form: Format
-) -> Float[Array, "*rows head_dim"]:
-    """What readers see of stored vectors, float32 for quantised formats; rotated where the format rotates."""
-    if form.largest is None or scales is None:
-        return codes
+def numbers(codes: Shaped[Array, "*rows width"], form: Format, dtype) -> Float[Array, "*rows head_dim"]:
+    """What codes stand for before scale and minimum: 8-bit floats, or integers; exact in bfloat16."""
     if form.per_code == 2:
         codes = jnp.concatenate([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
-    values = codes.astype(jnp.float32) * scales[..., :1].astype(jnp.float32)
-    return values if form.num_scales == 1 else values + scales[..., 1:].astype(jnp.float32)
+    if form.bits_of is not None:
+        codes = lax.bitcast_convert_type(codes, form.bits_of)
+    return codes.astype(dtype)
+
+
+def decode(
+    codes: Shaped[Array, "*rows width"], scales: tuple[Float[Array, "*rows"], ...], form: Format
+) -> Float[Array, "*rows head_dim"]:
+    """What readers see of stored vectors, float32 for quantised formats; rotated where the format rotates."""
+    if not scales:
+        return codes
+    of_rows = [scale.astype(jnp.float32)[..., None] for scale in scales]
+    values = numbers(codes, form, jnp.float32) * of_rows[0]
+    return values if len(scales) == 1 else values + of_rows[1]
 
 
 def rotate(x: Float[Array, "*rows head_dim"]) -> Float[Array, "*rows head_dim"]:

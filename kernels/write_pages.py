@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 
 def write_pages(
-    pool: Float[Array, "pages heads page_size head_dim"],
-    new: Float[Array, "groups tokens heads head_dim"],
+    pool: Shaped[Array, "pages heads page_size width"],
+    new: Shaped[Array, "groups tokens heads width"],
     pages: Int32[Array, "groups touched"],
     first_tokens: Int32[Array, "groups touched"],
     begins: Int32[Array, "groups touched"],
     ends: Int32[Array, "groups touched"],
-) -> Float[Array, "pages heads page_size head_dim"]:
+) -> Shaped[Array, "pages heads page_size width"]:
     """Store tokens page by page and zero what is behind them.
 
     Page `pages[g, i]` (0 for none) gets token `first_tokens[g, i]` in slot `begins[g, i]`, the next token in the next

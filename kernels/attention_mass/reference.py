@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
-from kvjax.kernels.paged_attention.reference import HostArray, Layer, each_query
+from kvjax.kernels.paged_attention.reference import HostArray, Layer, decoded, each_query
 
 
 def attention_mass(
     q: HostArray,
     lse: HostArray,
-    keys: HostArray,
+    keys: HostArray | Stored,
     positions: HostArray,
     rows: Rows,
     queries: Queries,
@@ -36,7 +37,7 @@ def attention_mass(
             from all query heads of the KV head.
         entropy: [heads, seqs], in nats, -sum(p * log(p)) over the slots, whatever the band, summed over the queries.
     """
-    q, lse, keys = (np.asarray(a, np.float64) for a in (q, lse, keys))
+    q, lse, keys = np.asarray(q, np.float64), np.asarray(lse, np.float64), decoded(keys)
     layer = Layer.of(rows, positions, None, keys.shape[1])
     seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     seqs, heads_per_kv_head = layer.table.shape[1], q.shape[1] // layer.kv_heads

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
 from kvjax.kernels.paged_attention.xla_pages import Block, Pool, Tokens
 from kvjax.kernels.paged_attention.xla_slots import empty_tiles, in_rows, tile_index
@@ -22,7 +23,7 @@ from kvjax.kernels.paged_attention.xla_tiles import Tile, cut, over_blocks, over
 def attention_mass(
     q: Float[Array, "tokens heads head_dim"],
     lse: Float32[Array, "tokens heads"],
-    keys: Float[Array, "pages heads_per_group page_size head_dim"],
+    keys: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
     positions: Int32[Array, "pages page_size"],
     rows: Rows,
     queries: Queries,
@@ -42,8 +43,9 @@ def attention_mass(
         without queries; a NaN in a sequence's queries, keys or `lse` reaches that sequence alone.
     """
     # Values are never read.
-    pool = Pool(keys, keys, positions, rows, scale, soft_cap, None)
+    pool = Pool(Stored.of(keys), Stored.of(keys), positions, rows, scale, soft_cap, None)
     size, heads = 1 if max_query_length == 1 else tile_size(max_query_length), q.shape[1]
+    in_group = pool.keys.codes.shape[1]
     # A tile may reach beyond the last token.
     pad = lambda array: jnp.pad(array, ((0, size), *((0, 0),) * (array.ndim - 1)))  # noqa: E731
     padded, padded_lse = Tokens(q, sink_query if rows.sinks else None).map(pad), pad(lse)
@@ -64,13 +66,13 @@ def attention_mass(
             entropy -= jnp.where(visible, p * log_p, 0).sum(-1).reshape(heads, size).sum(1)
             counted = p if band is None else jnp.where(block.distance <= band, p, 0)
             # [groups, heads of a group, pages, slots] -> [groups, 1, pages, 1, heads of a group, slots]
-            of_pages = counted.sum(2).reshape(pool.groups, keys.shape[1], -1, pool.page_size).swapaxes(1, 2)
+            of_pages = counted.sum(2).reshape(pool.groups, in_group, -1, pool.page_size).swapaxes(1, 2)
             where = tile_index(pool, sequence[None], block.pages)
             return columns.at[where].add(of_pages[:, None, :, None], mode="promise_in_bounds"), entropy
 
         columns, of_tile = over_blocks(pool, queries, tile, add, (columns, jnp.zeros(heads, jnp.float32)))
         return columns, entropy.at[sequence].add(of_tile, mode="promise_in_bounds")
 
-    nothing = (empty_tiles(pool, 1, keys.shape[1], fill=0), jnp.zeros((queries.lengths.shape[0], heads), jnp.float32))
+    nothing = (empty_tiles(pool, 1, in_group, fill=0), jnp.zeros((queries.lengths.shape[0], heads), jnp.float32))
     columns, entropy = over_tiles(-(-queries.lengths // size), body, nothing)
     return in_rows(columns, pool)[:, 0].swapaxes(0, 1), entropy.T

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 
 HostArray = np.ndarray | Array
@@ -15,8 +17,8 @@ HostArray = np.ndarray | Array
 
 def paged_attention(
     q: HostArray,
-    keys: HostArray,
-    values: HostArray,
+    keys: HostArray | Stored,
+    values: HostArray | Stored,
     positions: HostArray,
     rows: Rows,
     queries: Queries,
@@ -36,7 +38,8 @@ def paged_attention(
 
     Args:
         q: [tokens, heads, head_dim], rotated, packed.
-        keys, values: [pages, heads_per_group, page_size, head_dim].
+        keys, values: [pages, heads_per_group, page_size, head_dim], or stored in a format; where that rotates, queries
+            come rotated and outputs leave rotated.
         positions: int32 [pages, page_size], -1 where empty.
         rows, queries: the pages of the layer and the tokens of the step.
         scale: factor of the logits.
@@ -50,7 +53,7 @@ def paged_attention(
 
     Returns: float64 arrays; see `Attention`.
     """
-    q, keys, values = (np.asarray(a, np.float64) for a in (q, keys, values))
+    q, keys, values = np.asarray(q, np.float64), decoded(keys), decoded(values)
     layer = Layer.of(rows, positions, page_list, keys.shape[1])
     seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     sinks = None if sink_logits is None else np.asarray(sink_logits, np.float64)
@@ -81,6 +84,20 @@ def paged_attention(
             out[place, head] = weights / total @ np.array([values[page, within, slot] for _, page, slot, _ in seen])
             lse[place, head] = highest + np.log(total)
     return Attention(out, lse, logits if last_logits else None)  # pyright: ignore[reportArgumentType]
+
+
+def decoded(pages: HostArray | Stored) -> np.ndarray:
+    """What stored vectors stand for, float64."""
+    if not isinstance(pages, Stored):
+        return np.asarray(pages, np.float64)
+    codes, scales = np.asarray(pages.codes), [np.asarray(of, np.float64)[..., None] for of in pages.scales]
+    if pages.form.bits_of is not None:
+        codes = codes.view(jnp.dtype(pages.form.bits_of))
+    if pages.form.per_code == 2:
+        codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+    values = codes.astype(np.float64)
+    values = values * scales[0] if scales else values
+    return values + scales[1] if len(scales) == 2 else values
 
 
 def each_query(queries: Queries) -> Iterator[tuple[int, int, int, int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.xla_decode import decode
 from kvjax.kernels.paged_attention.xla_pages import ListedPool, Pool, Tokens
@@ -22,8 +23,8 @@ from kvjax.kernels.paged_attention.xla_slots import empty_logits, in_rows
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Float[Array, "pages heads_per_group page_size head_dim"],
-    values: Float[Array, "pages heads_per_group page_size head_dim"],
+    keys: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
+    values: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
     positions: Int32[Array, "pages page_size"],
     rows: Rows,
     queries: Queries,
@@ -45,7 +46,7 @@ def paged_attention(
     Raises: ValueError for a `page_list` in steps of more than one query token a sequence.
     """
     tokens = Tokens(q, sink_query if rows.sinks else None)
-    pool = Pool(keys, values, positions, rows, scale, soft_cap, sink_logits)
+    pool = Pool(Stored.of(keys), Stored.of(values), positions, rows, scale, soft_cap, sink_logits)
     if page_list is not None:
         if max_query_length != 1:
             raise ValueError(

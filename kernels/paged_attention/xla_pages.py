@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from kvjax.kernels.formats import Stored, numbers
 from kvjax.kernels.paged_attention.arguments import Rows
 from kvjax.kernels.pytree import pytree
 
@@ -60,8 +61,8 @@ class Block:
 class Pool:
     """The pool and how one layer reads it; see `reference.paged_attention`."""
 
-    keys: Float[Array, "pages heads_per_group page_size head_dim"]
-    values: Float[Array, "pages heads_per_group page_size head_dim"]
+    keys: Stored
+    values: Stored
     positions: Int32[Array, "pages page_size"]
     rows: Rows
     scale: float
@@ -74,7 +75,7 @@ class Pool:
 
     @property
     def kv_heads(self) -> int:
-        return self.keys.shape[1] * self.rows.page_table.shape[1]
+        return self.keys.codes.shape[1] * self.rows.page_table.shape[1]
 
     @property
     def groups(self) -> int:
@@ -151,22 +152,28 @@ class Pool:
         return positions.reshape(*pages.ids.shape[:2], -1)
 
     def read(
-        self, pool: Float[Array, "pages heads_per_group page_size head_dim"], ids: Int32[Array, "n groups block"]
-    ) -> Float[Array, "n kv_heads slots head_dim"]:
-        """Keys or values of all slots of pages, by KV head."""
-        # As flat rows: the copy loop of one long axis is twice as fast as that of two short ones.
-        flat = pool.reshape(pool.shape[0] * pool.shape[1], -1)
-        tiles = _take(flat, lax.optimization_barrier(self._key_tiles(ids)))
-        return tiles.reshape(ids.shape[0], self.kv_heads, -1, pool.shape[-1])
+        self, stored: Stored, ids: Int32[Array, "n groups block"], dtype
+    ) -> tuple[Float[Array, "n kv_heads slots head_dim"], list[Float32[Array, "n kv_heads 1 slots"]]]:
+        """Numbers and scales of keys or values of all slots of pages, by KV head."""
+        tiles = lax.optimization_barrier(self._key_tiles(ids))
+
+        def take(pool: Array, width: int) -> Array:
+            # As flat rows: the copy loop of one long axis is twice as fast as that of two short ones.
+            flat = pool.reshape(pool.shape[0] * pool.shape[1], -1)
+            return _take(flat, tiles).reshape(ids.shape[0], self.kv_heads, -1, width)
+
+        codes = take(stored.codes, stored.codes.shape[-1])
+        scales = [take(scale, 1).swapaxes(2, 3).astype(jnp.float32) for scale in stored.scales]
+        return numbers(codes, stored.form, dtype), scales
 
     def _key_tiles(self, ids: Int32[Array, "n groups block"]) -> Int32[Array, "n groups heads_per_group block"]:
-        heads = self.keys.shape[1]
+        heads = self.keys.codes.shape[1]
         return ids[:, :, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, None, :, None]
 
     def per_kv_head(self, of_groups: Array) -> Array:
         """Repeat axis 1 from head groups to KV heads, or leave it to be broadcast."""
         as_it_is = of_groups.shape[1] in (1, self.kv_heads)
-        return of_groups if as_it_is else jnp.repeat(of_groups, self.keys.shape[1], axis=1)
+        return of_groups if as_it_is else jnp.repeat(of_groups, self.keys.codes.shape[1], axis=1)
 
     def view(self, pages: Pages, query: Int32[Array, "n 1 queries 1"], start, *, heads: int, sinks: bool) -> Block:
         """Find what queries see of pages.
@@ -190,12 +197,17 @@ class Pool:
 
     def logits(self, tokens: Tokens, block: Block) -> Float32[Array, "n kv_heads queries slots"]:
         """Logits of scaled tokens [n, kv_heads, queries, head_dim] at all slots of a block, not capped or masked."""
-        k = self.read(self.keys, block.pages.ids).astype(tokens.q.dtype)
-        logits = jnp.einsum("nkqd,nksd->nkqs", tokens.q, k, preferred_element_type=jnp.float32)
+        k, scales = self.read(self.keys, block.pages.ids, tokens.q.dtype)
+
+        def product(q: Array) -> Array:
+            logits = jnp.einsum("nkqd,nksd->nkqs", q, k, preferred_element_type=jnp.float32)
+            if scales:
+                logits = logits * scales[0]
+            return logits if len(scales) < 2 else logits + q.astype(jnp.float32).sum(-1, keepdims=True) * scales[1]
+
         if block.is_sink is None or tokens.of_sinks is None:
-            return logits
-        of_sinks = jnp.einsum("nkqd,nksd->nkqs", tokens.of_sinks, k, preferred_element_type=jnp.float32)
-        return jnp.where(block.is_sink, of_sinks, logits)
+            return product(tokens.q)
+        return jnp.where(block.is_sink, product(tokens.of_sinks), product(tokens.q))
 
     def cap(self, logits: Float32[Array, ...]) -> Float32[Array, ...]:
         """Soft-cap scaled logits."""
@@ -246,7 +258,7 @@ class ListedPool(Pool):
         return Pages(lax.optimization_barrier(ids), entry, live)
 
     def _key_tiles(self, ids: Int32[Array, "n kv_heads block"]) -> Int32[Array, "n kv_heads block"]:
-        heads = self.keys.shape[1]
+        heads = self.keys.codes.shape[1]
         return ids * heads + (jnp.arange(self.kv_heads, dtype=jnp.int32) % heads)[None, :, None]
 
 

@@ -80,7 +80,7 @@ def compile_write(shape: AttentionShape, dump: Path, spare_pages: int = 0, *, in
             if in_xla:
                 here = [of[number] for of in where]
                 return tuple(write_pool(pool, of, *here) for pool, of in zip(pools, new, strict=True))
-            return write_pages(pools, new, *where, number)
+            return write_pages(pools, new, where[0], where[1], where[2], where[3], number)
 
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(_LAYERS), layer, pools)
 

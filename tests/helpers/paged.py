@@ -10,6 +10,7 @@ import numpy as np
 from helpers.driver import ids, jit
 from helpers.oracle import dense_attention, dense_logits
 
+from kvjax.kernels.formats import FORMATS, Stored, encode
 from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference, xla
 
 NO_WINDOW = 2**31 - 1
@@ -33,12 +34,19 @@ def with_rows(rows: Rows, **changes) -> Rows:
     return dataclasses.replace(rows, **new)
 
 
+def stored(pool, form: str, in_use) -> Stored:
+    """Pages in a format; the scales of pages not in use are NaN."""
+    codes, scales = encode(pool, FORMATS[form])
+    return Stored(codes, tuple(jnp.where(in_use[:, None, None], of, jnp.nan) for of in scales), FORMATS[form])
+
+
 @dataclasses.dataclass
 class Paged:
     """Sequences with `lengths` tokens, of which the last `query_lengths` (1 by default) query.
 
     Attributes:
         ring: pages that a row holds behind its pinned ones; older ones are gone. None for all.
+        forms: formats of keys and values, plain ones of `dtype` if None.
         behind: what value slots behind the last token of a page in use hold; everything else that is unused is NaN.
         options: soft_cap, sink_logits and scale for the backend.
         has_sink_query: whether sinks are seen by a query of their own.
@@ -58,6 +66,7 @@ class Paged:
     sinks: int = 0
     has_sink_query: bool = False
     ring: int | None = None
+    forms: tuple[str, str] | None = None
     behind: float = np.nan
     options: dict = dataclasses.field(default_factory=dict)
     seed: int = 0
@@ -103,7 +112,11 @@ class Paged:
                     pool[page, :, : len(slots)] = np.asarray(new[seq], np.float32)[slots, heads].swapaxes(0, 1)
                 positions[page, : len(slots)] = slots + self.start
         ends = np.broadcast_to(np.array(self.lengths), (self.groups, seqs))
-        pool = (jnp.asarray(keys, self.dtype), jnp.asarray(values, self.dtype), jnp.asarray(positions))
+        pools = [jnp.asarray(pool, self.dtype) for pool in (keys, values)]
+        if self.forms is not None:
+            in_use = jnp.asarray((positions >= 0).any(-1))
+            pools = [stored(pool, form, in_use) for pool, form in zip(pools, self.forms, strict=True)]
+        pool = (*pools, jnp.asarray(positions))
         return pool, rows_of(table, first, ends, ring=ring, window=self.window, sinks=self.sinks)
 
     @property
@@ -113,7 +126,11 @@ class Paged:
 
     def reference(self, **options) -> Attention:
         """What the definition returns, with further options."""
-        return reference.paged_attention(*self.arguments, **self.options | options)
+        return self.reference_of(*self.arguments, **options)
+
+    def reference_of(self, *arguments, **options) -> Attention:
+        """What the definition returns for other arguments."""
+        return reference.paged_attention(*arguments, **self.options | options)
 
     def each_sequence(self) -> Iterator[tuple[int, slice, np.ndarray, np.ndarray]]:
         """Yield sequences with queries: number, places and slots of the queries, and the slots of all tokens."""

@@ -46,7 +46,7 @@ def case_of(*, heads=2, size=8, dims=(64, 64), groups=1, touched=4, dtype: Any =
     return pools, news, *(jnp.asarray(of, jnp.int32) for of in (pages, first, begins, ends))
 
 
-def of_layers(where):
+def of_layers(where) -> Any:
     """Where tokens go in layer 1; in layers 0 and 2 they would go elsewhere."""
     return *(jnp.stack([of[:, ::-1], of, of * 0]) for of in where), jnp.int32(1)
 
