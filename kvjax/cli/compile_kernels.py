@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -48,10 +49,12 @@ def _compiled(module: str, options: list[str], target: str) -> list[dict[str, An
 
     # In a process of its own: a missing library aborts it. What it says may be more than a pipe holds.
     command = [python_with_compilers(), "-m", f"kvjax.benchmarks.{module}", *options]
+    # A second process would not get libtpu, though it needs no TPU.
+    environment = os.environ | dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     rows = []
     with (
         tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as worker,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as worker,
     ):
         assert worker.stdout is not None
         for line in worker.stdout:
