@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
+
+from kvjax.kernels.formats import Stored, encode
 
 
 def write_pages(
@@ -29,3 +31,12 @@ def write_pages(
     old = jnp.where(slot < begins[:, :, None, None, None], pool.at[pages].get(mode="promise_in_bounds"), 0)
     fresh = (slot >= begins[:, :, None, None, None]) & (slot < ends[:, :, None, None, None])
     return pool.at[pages].set(jnp.where(fresh, rows, old), mode="promise_in_bounds")
+
+
+def write_stored(
+    pages: Stored, new: Float[Array, "groups tokens heads head_dim"], *where: Int32[Array, "groups touched"]
+) -> Stored:
+    """Store tokens in the pages' format; `where` is that of `write_pages`."""
+    codes, scales = encode(new, pages.form)
+    write_scale = lambda pool, of: write_pages(pool[..., None], of[..., None], *where)[..., 0]  # noqa: E731
+    return Stored(write_pages(pages.codes, codes, *where), tuple(map(write_scale, pages.scales, scales)), pages.form)

@@ -19,8 +19,9 @@ from kvjax.arguments import floats, integers
 from kvjax.cache import POSITION_END, Cache, Status, raise_status
 from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import candidates
+from kvjax.kernels.formats import rotate
 from kvjax.kernels.paged_attention import Queries, Rows, reference
-from kvjax.kernels.write_pages import write_pages
+from kvjax.kernels.write_pages import write_stored
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
 from kvjax.step import Step
@@ -58,6 +59,9 @@ def attend(
 
     Returns: outputs in the dtype of `q`, zeros for padded tokens; and the cache.
 
+    In quantised formats keys and values that are not finite are stored as the largest that can be, NaN as 0, and set
+    NONFINITE_INPUT in the cache's status.
+
     Raises: InputError for arguments of the wrong shape or kind, a layer the cache does not have, or an unknown
         implementation; NotImplementedError for an implementation that cannot serve the call.
     """
@@ -72,17 +76,14 @@ def attend(
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
     cache = _write(cache, step, layer, k, v, names[0])
-    pool = (cache.keys, cache.values, cache.positions)
-    arguments = (q, *pool, _rows(cache, step, layer), _queries(cache, step))
+    is_rotated = cache.spec.form.is_rotated
+    q = rotate(q) if is_rotated else q
+    arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
-    *others, last = names
-    for name in others:
-        # What only the call tells may still be too much for a kernel; then the next one serves it.
-        with contextlib.suppress(NotImplementedError):
-            return _run(name, arguments, options, step.plan), cache
-    return _run(last, arguments, options, step.plan), cache
+    out = _run_first(names, arguments, options, step.plan)
+    return rotate(out) if is_rotated else out, cache
 
 
 def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
@@ -102,7 +103,7 @@ def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str
     Raises: as `attend` does, of an implementation.
     """
     spec = cache.spec
-    if candidates(spec, query_heads, spec.format, implementation)[0] != "hopper":
+    if candidates(spec, query_heads, spec.query_dtype, implementation)[0] != "hopper":
         return step
     from kvjax.kernels.paged_attention import hopper
 
@@ -144,19 +145,21 @@ def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
     """Store keys and values in the slots that the step has for them in this layer."""
     spec = cache.spec
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
-    pools = (cache.keys, cache.values)
-    rows = tuple(new.reshape(shape).swapaxes(0, 1) for new in (k, v))
+    rows = [new.reshape(shape).swapaxes(0, 1) for new in (k, v)]
     if implementation == "hopper":
         from kvjax.kernels import write_pages_hopper
 
         writes, layer = step.writes, jnp.asarray(layer, jnp.int32)
         where = (writes.pages, writes.first_tokens, writes.begins, writes.ends)
-        keys, values = write_pages_hopper.write_pages(pools, rows, *where, layer)
+        keys, values = write_pages_hopper.write_pages((cache.keys, cache.values), tuple(rows), *where, layer)
+        cache = dataclasses.replace(cache, keys=keys, values=values)
     else:
         where = step.writes.of_layer(layer)
-        keys, values = (write_pages(pool, new, *where) for pool, new in zip(pools, rows, strict=True))
-    cache = dataclasses.replace(cache, keys=keys, values=values)
-    if spec.debug:
+        keys, values = (write_stored(pages, new, *where) for pages, new in zip(cache.stored, rows, strict=True))
+        cache = dataclasses.replace(
+            cache, keys=keys.codes, values=values.codes, key_scales=keys.scales, value_scales=values.scales
+        )
+    if spec.debug or spec.form.is_quantized:
         finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
         cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())
     return cache
@@ -174,21 +177,32 @@ def _queries(cache: Cache, step: Step) -> Queries:
     return Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
 
 
+def _run_first(names: list[str], arguments, options: dict[str, Any], plan) -> Array:
+    """Attend by the first implementation that takes the call."""
+    *others, last = names
+    for name in others:
+        # What only the call tells may still be too much for a kernel; then the next one serves it.
+        with contextlib.suppress(NotImplementedError):
+            return _run(name, arguments, options, plan)
+    return _run(last, arguments, options, plan)
+
+
 def _run(name: str, arguments, options: dict[str, Any], plan) -> Array:
     """Attend by the implementation of that name."""
+    q, keys, values, *rest = arguments
     if name == "hopper":
         from kvjax.kernels.paged_attention import hopper
 
-        return hopper.paged_attention(*arguments, plan=plan, **options).out
+        return hopper.paged_attention(q, keys.codes, values.codes, *rest, plan=plan, **options).out
     if name == "tpu":
         from kvjax.kernels.paged_attention import tpu
 
-        return tpu.paged_attention(*arguments, **options).out
+        return tpu.paged_attention(q, keys.codes, values.codes, *rest, **options).out
     if name == "xla":
         from kvjax.kernels.paged_attention import xla
 
         return xla.paged_attention(*arguments, **options).out
-    q, static = arguments[0], {name: options[name] for name in ("scale", "soft_cap")}
+    static = {name: options[name] for name in ("scale", "soft_cap")}
 
     def on_host(arguments, sink_logits):
         return np.asarray(reference.paged_attention(*arguments, sink_logits=sink_logits, **static).out, q.dtype)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Float, Int32, Integer, Shaped
 
 from kvjax import sizes
 from kvjax.arguments import array
 from kvjax.errors import InputError, shown
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.pytree import pytree
 from kvjax.pages import Allocator, init_allocator
 from kvjax.spec import CacheSpec
@@ -59,7 +61,10 @@ class Cache:
     the logical pages from `first` to the one of `next_slot - 1`.
 
     Attributes:
-        keys, values: [pages, heads_per_group, page_size, head_dim] in the page format; keys are rotated.
+        keys, values: [pages, heads_per_group, page_size, head_dim] in the page format, codes in quantised ones; keys
+            are rotated by position.
+        key_scales, value_scales: float [pages, heads_per_group, page_size] each: none, the scale of each vector, or
+            its scale and minimum.
         positions: int32 [pages, page_size], position of the token in each slot, -1 where empty.
         page_span: int32 [pages, 2], least and greatest position of a page, EMPTY_SPAN where it holds none.
         page_table: int32 [layers, groups, seqs, pages_per_seq], 0 where there is no page.
@@ -71,8 +76,10 @@ class Cache:
         spec: the static description.
     """
 
-    keys: Float[Array, "pages heads_per_group page_size head_dim"]
-    values: Float[Array, "pages heads_per_group page_size head_dim"]
+    keys: Shaped[Array, "pages heads_per_group page_size width"]
+    values: Shaped[Array, "pages heads_per_group page_size width"]
+    key_scales: tuple[Float[Array, "pages heads_per_group page_size"], ...]
+    value_scales: tuple[Float[Array, "pages heads_per_group page_size"], ...]
     positions: Int32[Array, "pages page_size"]
     page_span: Int32[Array, "pages 2"]
     page_table: Int32[Array, "layers groups seqs pages_per_seq"]
@@ -88,6 +95,17 @@ class Cache:
     def lengths(self) -> Int32[Array, " seqs"]:
         """Tokens seen by each sequence."""
         return self.next_position - self.start_position
+
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        """Keys and values as kernels take them."""
+        form = self.spec.form
+        return Stored(self.keys, self.key_scales, form), Stored(self.values, self.value_scales, form)
+
+    def map_pool(self, function: Callable[[Array], Array]) -> Cache:
+        """Apply a function to every array that holds keys, values or their scales, by page."""
+        pool = {name: jax.tree.map(function, getattr(self, name)) for name in sizes.POOL}
+        return dataclasses.replace(self, **pool)
 
     @property
     def bytes(self) -> int:
@@ -111,7 +129,7 @@ def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] 
     """
     shapes = sizes.cache_shapes(spec)
     start = _start_positions(spec, start_positions)
-    zeros = {name: jnp.zeros(array.shape, array.dtype) for name, array in shapes.items()}
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
     zeros["positions"] = zeros["positions"] - 1
     zeros["page_span"] = jnp.broadcast_to(jnp.array(EMPTY_SPAN, jnp.int32), shapes["page_span"].shape)
     arrays = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}

@@ -39,7 +39,7 @@ def explain(spec: CacheSpec, query_heads: int, platform: str | None = None) -> l
     """Tell which implementation `attend` runs, and why.
 
     Args:
-        spec: of the cache; the queries are taken to have the dtype of its pages.
+        spec: of the cache; the queries are taken to have the dtype of its pages, bfloat16 for quantised ones.
         query_heads: heads of the queries.
         platform: a device kind or platform such as "H200" or "cpu"; this machine's by default.
 
@@ -51,7 +51,7 @@ def explain(spec: CacheSpec, query_heads: int, platform: str | None = None) -> l
     if query_heads < 1 or query_heads % spec.num_kv_heads:
         raise InputError(f"query_heads {query_heads} is no multiple of the cache's {spec.num_kv_heads} KV heads")
     device = platform or _device()
-    refusals = ((name, _refusal(name, spec, query_heads, spec.format, device)) for name in IMPLEMENTATIONS)
+    refusals = ((name, _refusal(name, spec, query_heads, spec.query_dtype, device)) for name in IMPLEMENTATIONS)
     return [(name, f"runs on {device}" if reason is None else reason) for name, reason in refusals]
 
 

@@ -43,11 +43,7 @@ def _open_entry(cache: Cache, next_slot: Int32[Array, "layers groups n"]) -> Boo
 
 def _copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, " n"], positions) -> Cache:
     """Copy keys and values of pages (0 to 0 for none) and set the targets' positions [n, page_size]."""
-    cache = dataclasses.replace(
-        cache,
-        keys=cache.keys.at[target].set(cache.keys.at[source].get(mode="promise_in_bounds")),
-        values=cache.values.at[target].set(cache.values.at[source].get(mode="promise_in_bounds")),
-    )
+    cache = cache.map_pool(lambda pool: pool.at[target].set(pool.at[source].get(mode="promise_in_bounds")))
     return set_positions(cache, target, jnp.where((target > 0)[:, None], positions, -1))
 
 

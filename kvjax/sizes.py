@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.spec import CacheSpec, pages_for
 
+# What holds keys and values.
+POOL = ("keys", "values", "key_scales", "value_scales")
 
-def cache_shapes(spec: CacheSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape and dtype of every array of a cache, by name."""
-    pool = (spec.num_pages, spec.heads_per_group, spec.page_size, spec.head_dim)
+
+def cache_shapes(spec: CacheSpec) -> dict[str, Any]:
+    """Return shape and dtype of every array of a cache, or of a tuple of arrays, by name."""
+    slots, form = (spec.num_pages, spec.heads_per_group, spec.page_size), spec.form
     rows = (spec.num_layers, spec.groups, spec.max_seqs)
-    shapes = {name: (pool, spec.dtype) for name in ("keys", "values")}
+    codes = jax.ShapeDtypeStruct((*slots, spec.head_dim // form.per_code), spec.dtype)
+    scales = (jax.ShapeDtypeStruct(slots, jnp.dtype(form.scale_dtype)),) * form.num_scales
     integers = {
         "positions": (spec.num_pages, spec.page_size),
         "page_span": (spec.num_pages, 2),
@@ -28,30 +33,30 @@ def cache_shapes(spec: CacheSpec) -> dict[str, jax.ShapeDtypeStruct]:
         "refcounts": (spec.num_pages,),
         "status": (),
     }
-    shapes |= {name: (shape, jnp.dtype("int32")) for name, shape in integers.items()}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.dtype("int32")) for name, shape in integers.items()}
+    return dict(keys=codes, values=codes, key_scales=scales, value_scales=scales) | shapes
 
 
-def _bytes(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
+def _bytes(*arrays: Any) -> int:
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 def cache_bytes(spec: CacheSpec) -> int:
     """Bytes of all arrays of a cache."""
-    return sum(_bytes(array) for array in cache_shapes(spec).values())
+    return _bytes(cache_shapes(spec))
 
 
 def pool_bytes(spec: CacheSpec) -> int:
-    """Bytes of the keys and values of a cache."""
+    """Bytes of the keys and values of a cache, their scales included."""
     shapes = cache_shapes(spec)
-    return _bytes(shapes["keys"]) + _bytes(shapes["values"])
+    return _bytes(*(shapes[name] for name in POOL))
 
 
 def page_bytes(spec: CacheSpec) -> int:
-    """Bytes that one page takes: keys, values and its share of the per-page arrays."""
+    """Bytes that one page takes: keys, values, scales and its share of the per-page arrays."""
     shapes = cache_shapes(spec)
-    per_page = ("keys", "values", "positions", "page_span", "free_pages", "refcounts")
-    return sum(_bytes(shapes[name]) for name in per_page) // spec.num_pages
+    per_page = (*POOL, "positions", "page_span", "free_pages", "refcounts")
+    return _bytes(*(shapes[name] for name in per_page)) // spec.num_pages
 
 
 def most_pages(spec: CacheSpec, tokens: int) -> int:

@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import InputError, shown, whole_number
+from kvjax.kernels.formats import FORMATS, Format
 
-FORMATS = ("bfloat16", "float16", "float32")
 _LEAST = dict(
     num_layers=1, num_kv_heads=1, head_dim=1, num_pages=1, max_seqs=1, pages_per_seq=1, max_query_length=1, page_size=8,
     rollback=0, groups=1,
 )  # fmt: skip
-_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_ALIASES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "fp8": "fp8_e4m3", "fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8",
+    "int4_per_token_head": "int4_hadamard",
+}  # fmt: skip
 
 
 def canonical_format(name: str) -> str:
@@ -43,7 +47,7 @@ class CacheSpec:
             without a window, a windowed layer reuses its entries for ever.
         max_query_length: most tokens of one sequence in one step.
         page_size: tokens of a page, a multiple of 8.
-        format: dtype of the stored keys and values: one of FORMATS or an alias.
+        format: how keys and values are stored: one of `kvjax.kernels.formats.FORMATS` or an alias (vLLM's names).
         windows: per layer the sliding window in tokens (a query sees itself and the `window - 1` tokens before
             it) or None; None for all layers means no windows.
         rollback: tokens that `truncate` can take back in a windowed layer.
@@ -145,9 +149,19 @@ class CacheSpec:
         return self.num_kv_heads // self.groups
 
     @property
+    def form(self) -> Format:
+        """How keys and values are stored."""
+        return FORMATS[self.format]
+
+    @property
     def dtype(self) -> np.dtype:
-        """dtype of the stored keys and values."""
-        return jnp.dtype(self.format)
+        """dtype of the stored keys and values: of the codes in quantised formats."""
+        return jnp.dtype(self.form.dtype)
+
+    @property
+    def query_dtype(self) -> str:
+        """The dtype that queries are taken to have where nobody says: bfloat16 for quantised formats."""
+        return "bfloat16" if self.form.is_quantized else self.format
 
     @property
     def max_tokens(self) -> int | None:

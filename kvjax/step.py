@@ -199,7 +199,7 @@ def scrub(cache: Cache, freed: Int32[Array, " n"]) -> Cache:
     """Zero the keys and values of pages that became free, if the spec asks for it."""
     if not cache.spec.scrub_on_free:
         return cache
-    return dataclasses.replace(cache, keys=cache.keys.at[freed].set(0), values=cache.values.at[freed].set(0))
+    return cache.map_pool(lambda pool: pool.at[freed].set(0))
 
 
 def _full_pages(cache: Cache, step: Step, begin, end):

@@ -12,6 +12,7 @@ from kvjax.attention import attend, plan_step
 from kvjax.cache import init_cache
 from kvjax.errors import InputError
 from kvjax.invariants import check
+from kvjax.kernels.formats import FORMATS
 from kvjax.rotary import rotary
 from kvjax.step import begin_step
 
@@ -76,10 +77,12 @@ def test_soft_cap_sink_logits_and_scale():
     run(Twin(soft_cap=1.5, sinks=sinks, scale=0.9), MIXED[:3], decodes=3)
 
 
-@pytest.mark.parametrize("format_name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "float32"])
 def test_page_formats_store_rounded_keys_and_values(format_name):
-    twin = run(Twin(changed(format=format_name)), MIXED)
-    assert twin.cache.keys.dtype == twin.cache.values.dtype == jnp.dtype(format_name)
+    twin, form = run(Twin(changed(format=format_name)), MIXED), FORMATS[format_name]
+    assert twin.cache.keys.dtype == twin.cache.values.dtype == jnp.dtype(form.dtype)
+    assert twin.cache.keys.shape == (*twin.cache.positions.shape[:1], 2, SIZE, SPEC.head_dim // form.per_code)
+    assert [scale.shape for scale in twin.cache.key_scales] == [twin.cache.keys.shape[:3]] * form.num_scales
 
 
 def test_outputs_have_the_dtype_of_the_queries():
@@ -179,7 +182,7 @@ def test_wrong_shapes_and_unknown_implementations_are_refused():
     refused(r"k .*give floats of shape \[4, 2, 8\]", q, k[:, :1], k[:, :1])
     refused(r"k .*give floats of shape \[4, 2, 8\]", q[..., :6], k[..., :6], k[..., :6])
     refused("q has 3 heads: give a multiple of the cache's 2 KV heads", q[:, :3], k, k)
-    refused("implementation 'fast' is unknown.*hopper, xla, reference", q, k, k, implementation="fast")
+    refused("implementation 'fast' is unknown.*hopper, tpu, xla, reference", q, k, k, implementation="fast")
 
 
 def test_padding_and_refused_steps_write_to_trash_only():

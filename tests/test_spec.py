@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.spec import FORMATS, CacheSpec, bucket, canonical_format, pages_for
+from kvjax.kernels.formats import FORMATS
+from kvjax.spec import CacheSpec, bucket, canonical_format, pages_for
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 GOOD: dict[str, Any] = dict(
@@ -50,7 +51,7 @@ def test_sizes_below_one_are_refused(name, value):
         (dict(windows=(None, None, -2)), r"windows\[2\] is -2"),
         (dict(windows=(None, 50, None)), "pages_per_seq 8 is too small for layer 1: window 50.*need 10"),
         (dict(windows=(None, 32, None), rollback=9), "pages_per_seq 8 is too small.*rollback 9 need 9"),
-        (dict(format="int8"), "format 'int8' is not a page format: choose one of bfloat16, float16, float32"),
+        (dict(format="int5"), "format 'int5' is not a page format: choose one of bfloat16, float16, float32, fp8_e4m3"),
         (dict(format=""), "format '' is not a page format"),
         (dict(format=[]), r"format \[\] is not a page format"),
         (dict(format=None), "format None is not a page format"),
@@ -93,15 +94,17 @@ def test_least_sizes_are_accepted():
 
 
 @pytest.mark.parametrize("alias, name", [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"),
-                                         ("fp32", "float32"), ("float", "float32")])  # fmt: skip
+                                         ("fp32", "float32"), ("float", "float32"), ("fp8", "fp8_e4m3"),
+                                         ("int8_per_token_head", "int8")])  # fmt: skip
 def test_aliases_name_formats(alias, name):
     assert canonical_format(alias) == spec(format=alias).format == name
     assert spec(format=alias) == spec(format=name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_format_is_the_dtype_of_the_pages(name):
-    assert spec(format=name).dtype == jnp.dtype(name)
+def test_the_format_gives_the_dtype_of_the_pages(name):
+    assert spec(format=name).dtype == jnp.dtype(FORMATS[name].dtype)
+    assert spec(format=name).query_dtype == ("bfloat16" if FORMATS[name].is_quantized else name)
 
 
 def test_a_spec_is_a_key():

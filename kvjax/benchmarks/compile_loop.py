@@ -36,9 +36,6 @@ SEQS, CHUNK, TOKENS, STEPS = 32, 512, 128, 8
 # A v5e has 16 GB, too little for 8 billion weights beside the pool; the program is the same, as it scans over layers.
 _LAYERS = dict(v5e=8)
 _DEVICES = dict(h200=(1, 8))
-# Products by cuBLAS: before one in Triton, XLA copies the layer's weights out of the stack that the scan reads (436 MB
-# a layer of this model, in every step).
-_OPTIONS: dict[str, dict[str, Any]] = dict(h200=dict(xla_gpu_enable_triton_gemm=False))
 
 
 def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
@@ -105,7 +102,7 @@ def compile_program(name: str, target: str, devices: int) -> dict[str, Any]:
             donated = state
             chunk = whole(jnp.int32, CHUNK), whole(jnp.int32, SEQS), whole(bool, SEQS), whole(bool)
             traced = prefill_step.trace(graph, weights, state, *chunk)
-        compiled = traced.lower().compile(compiler_options=_OPTIONS.get(target))
+        compiled = traced.lower().compile()
     return _row(name, devices, compiled, donated)
 
 

@@ -55,7 +55,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         "--kv-format",
         "--kv-cache-dtype",
         default="auto",
-        help="format of the pages: float32, bfloat16, float16; auto follows --dtype (default: %(default)s)",
+        help="format of the pages: float32, bfloat16, float16, fp8_e4m3, fp8_e5m2, int8, int4_hadamard; auto follows "
+        "--dtype (default: %(default)s)",
     )
     group.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: %(default)s)")
     group.add_argument("--num-pages", type=int, help="pages of the pool, page 0 included; default: what is needed")

@@ -12,6 +12,8 @@ from helpers.oracle import dense_attention, rotate
 from kvjax import sequences
 from kvjax.attention import attend
 from kvjax.cache import Cache, init_cache
+from kvjax.kernels.formats import Format, decode, encode
+from kvjax.kernels.formats import rotate as hadamard
 from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
 
@@ -100,12 +102,15 @@ def program(num_tokens: int, max_query_length: int, static_layer: bool = False, 
 def poison(cache: Cache) -> Cache:
     """Put NaN into every slot that holds no token, trash and free pages included, and lies into free positions."""
     free = (cache.allocator.refcounts == 0).at[0].set(False)
-    unused = (free[:, None] | (cache.positions < 0))[:, None, :, None]
-    nan = jnp.asarray(jnp.nan, cache.keys.dtype)
+    unused = (free[:, None] | (cache.positions < 0))[:, None]
+
+    def spoil(pool):
+        # The bits of NaN in 8-bit floats, or large numbers.
+        garbage = jnp.nan if jnp.issubdtype(pool.dtype, jnp.floating) else 127
+        return jnp.where(unused.reshape(*unused.shape, *(1,) * (pool.ndim - 3)), jnp.asarray(garbage, pool.dtype), pool)
+
     return dataclasses.replace(
-        cache,
-        keys=jnp.where(unused, nan, cache.keys),
-        values=jnp.where(unused, nan, cache.values),
+        cache.map_pool(spoil),
         positions=jnp.where(free[:, None], 0, cache.positions),
         page_span=jnp.where(free[:, None], 0, cache.page_span),
     )
@@ -114,13 +119,20 @@ def poison(cache: Cache) -> Cache:
 def leaves(cache: Cache) -> dict[str, np.ndarray]:
     """All arrays of a cache by name, without the trash page."""
     named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
-    return {name: leaf[1:] if name in (".keys", ".values") else leaf for name, leaf in named.items()}
+    is_pool = lambda name: name.startswith((".keys", ".values", ".key_scales", ".value_scales"))  # noqa: E731
+    return {name: leaf[1:] if is_pool(name) else leaf for name, leaf in named.items()}
 
 
 def assert_same(cache: Cache, before: dict[str, np.ndarray], *, but: tuple[str, ...] = (".status",)) -> None:
     for name, leaf in leaves(cache).items():
         if name not in but:
             np.testing.assert_array_equal(leaf, before[name], err_msg=name)
+
+
+def as_stored(x, form: Format) -> np.ndarray:
+    """What is read back of vectors that were stored in a format, in the basis they came in."""
+    values = decode(*encode(jnp.asarray(x, jnp.float32), form), form)
+    return np.asarray(hadamard(values) if form.is_rotated else values)
 
 
 @dataclasses.dataclass
@@ -206,8 +218,7 @@ class Twin:
         if self.rotary is not None:
             phases = np.asarray(self.rotary.phases)[0]
             q, k = rotate(q, query_positions, phases), rotate(k, positions, phases)
-        stored = jnp.dtype(self.spec.format)
-        k, v = (np.asarray(part).astype(np.float32).astype(stored) for part in (k, v))
+        k, v = (as_stored(part, self.spec.form) for part in (k, v))
         options: dict[str, Any] = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
         return np.stack(
             [

@@ -66,7 +66,7 @@ def test_attention_mass_reads_quantised_keys(form):
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_the_cost_follows_codes_not_a_decoded_pool(form):
     case = quantized("decode", (form, form))
-    many = lambda of: jax.ShapeDtypeStruct((50_000, *of.shape[1:]), of.dtype)  # noqa: E731
+    many: Any = lambda of: jax.ShapeDtypeStruct((50_000, *of.shape[1:]), of.dtype)  # noqa: E731
     big = [Stored(many(of.codes), tuple(map(many, of.scales)), of.form) for of in case.arguments[1:3]]
     positions = jax.ShapeDtypeStruct((50_000, 8), jnp.int32)
 
