@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] 
     zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
     zeros["positions"] = zeros["positions"] - 1
     zeros["page_span"] = jnp.broadcast_to(jnp.array(EMPTY_SPAN, jnp.int32), shapes["page_span"].shape)
-    arrays = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
+    arrays: dict[str, Any] = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
     allocator = init_allocator(spec.num_pages)
     # next_position is a copy: one buffer must not be donated twice.
     positions = dict(next_position=start + 0, start_position=start)

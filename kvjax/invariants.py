@@ -22,13 +22,14 @@ def broken_on_device(cache: Cache) -> Bool[Array, ""]:
     on_stack = (
         jnp.zeros(spec.num_pages, jnp.int32).at[jnp.where(stack, allocator.free_pages, 0)].add(stack.astype(jnp.int32))
     )
-    named = jnp.zeros(spec.num_pages, jnp.int32).at[cache.page_table.reshape(-1)].add(1).at[0].set(0)
+    # Ids that no page has are named by BAD_PAGE_ID.
+    known = (cache.page_table >= 0) & (cache.page_table < spec.num_pages)
+    named = jnp.zeros(spec.num_pages, jnp.int32).at[jnp.where(known, cache.page_table, 0).reshape(-1)].add(1)
+    named = named.at[0].set(0)
     free = (allocator.refcounts == 0).at[0].set(False).astype(jnp.int32)
     return (
         (on_stack != free).any()
         | (named > allocator.refcounts).any()
-        | (cache.page_table < 0).any()
-        | (cache.page_table >= spec.num_pages).any()
         | (cache.positions[0] != -1).any()
         | (cache.first * spec.page_size > cache.next_slot).any()
     )
