@@ -69,12 +69,12 @@ _MODELS = {
 }
 _DECODES = {
     "Llama-3.1-8B": ((1, 1024), (32, 1024), (256, 1024), (1, 131072), (32, 8192), (256, 4096)),
-    "Llama-3.1-70B/TP8": ((1, 1024), (32, 8192), (256, 1024), (1, 131072)),
-    "Qwen3-32B": ((1, 32768), (32, 4096), (256, 1024)),
-    "Gemma-3-27B local": ((1, 131072), (32, 8192), (256, 1024)),
-    "gpt-oss-120b local": ((1, 131072), (32, 8192), (256, 1024)),
-    "Gemma-2-9B": ((1, 8192), (32, 8192)),
-    "Phi-3-mini": ((1, 4096), (32, 4096)),
+    "Llama-3.1-70B/TP8": ((32, 8192), (256, 1024), (1, 131072)),
+    "Qwen3-32B": ((1, 32768), (256, 1024)),
+    "Gemma-3-27B local": ((1, 131072), (32, 8192)),
+    "gpt-oss-120b local": ((1, 131072), (256, 1024)),
+    "Gemma-2-9B": ((32, 8192),),
+    "Phi-3-mini": ((32, 4096),),
 }
 
 
@@ -86,7 +86,7 @@ def _shapes() -> tuple[AttentionShape, ...]:
         shapes.append(AttentionShape(**model, batch=1, context=8192, queries=2048))
     llama = AttentionShape("Llama-3.1-8B", 32, 8, 128, 32, 4096)
     shapes += [dataclasses.replace(llama, page_size=size) for size in (8, 32, 64, 128)]
-    shapes += [dataclasses.replace(llama, name="head_dim 256", head_dim=256, page_size=size) for size in (64, 128)]
+    shapes.append(dataclasses.replace(llama, name="head_dim 256", head_dim=256, page_size=128))
     return (*shapes, dataclasses.replace(llama, context=2048, queries=64))
 
 

@@ -130,13 +130,13 @@ def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] 
     """
     shapes = sizes.cache_shapes(spec)
     start = _start_positions(spec, start_positions)
-    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+    zeros: dict[str, Any] = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
     zeros["positions"] = zeros["positions"] - 1
     zeros["page_span"] = jnp.broadcast_to(jnp.array(EMPTY_SPAN, jnp.int32), shapes["page_span"].shape)
-    arrays: dict[str, Any] = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
+    arrays = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
     allocator = init_allocator(spec.num_pages)
     # next_position is a copy: one buffer must not be donated twice.
-    positions = dict(next_position=start + 0, start_position=start)
+    positions: dict[str, Any] = dict(next_position=start + 0, start_position=start)
     return Cache(**(arrays | positions), allocator=allocator, spec=spec)
 
 

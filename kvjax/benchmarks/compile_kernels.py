@@ -34,10 +34,16 @@ SHARED_MEMORY_LIMIT = 232448
 REGISTER_LIMIT = 255
 # What the kernel can do beside attention: each needs registers and shared memory.
 FEATURES = ("soft_cap", "sink_logits", "sinks", "page_list", "slot_logits")
-_WITH_FEATURES = {
-    "decode": (("soft_cap", "sink_logits"), ("sinks",), ("page_list", "slot_logits")),
-    "prefill": (("soft_cap", "sink_logits", "sinks"), ("slot_logits",)),
-}
+_WITH_FEATURES = (
+    ("decode", 128, ("soft_cap", "sink_logits")),
+    ("decode", 128, ("sinks",)),
+    ("decode", 128, ("page_list", "slot_logits")),
+    ("prefill", 128, ("soft_cap", "sink_logits", "sinks")),
+    ("prefill", 128, ("slot_logits",)),
+    ("decode", 256, ("soft_cap", "sink_logits", "sinks", "slot_logits")),
+    ("decode", 256, ("page_list",)),
+    ("prefill", 256, ("soft_cap", "sink_logits", "sinks", "slot_logits")),
+)
 # Instructions to count in the machine code.
 _COUNTED = dict(hgmma=r"\bHGMMA", tma_loads=r"\bUTMALDG", local_memory=r"\b(LDL|STL)\b")
 
@@ -136,14 +142,12 @@ def shapes_asked_for() -> int | None:
     return parser.parse_args().shapes
 
 
-def with_features(head_dims: Sequence[int] = (128, 256)) -> list[tuple[AttentionShape, tuple[str, ...]]]:
-    """Return the shapes at which the kernel is compiled with features: the first of each kernel and head_dim."""
-    first = [
-        next(shape for shape in ATTENTION_SHAPES if (shape.kernel, shape.head_dim) == (kernel, head_dim))
-        for head_dim in head_dims
-        for kernel in _WITH_FEATURES
+def with_features() -> list[tuple[AttentionShape, tuple[str, ...]]]:
+    """Return the shapes at which the kernel is compiled with features: the first of its kernel and head_dim."""
+    return [
+        (next(shape for shape in ATTENTION_SHAPES if (shape.kernel, shape.head_dim) == (kernel, head_dim)), features)
+        for kernel, head_dim, features in _WITH_FEATURES
     ]
-    return [(shape, features) for shape in first for features in _WITH_FEATURES[shape.kernel]]
 
 
 if __name__ == "__main__":

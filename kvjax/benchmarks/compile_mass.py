@@ -22,7 +22,7 @@ if _DUMP is not None:
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, faults, shapes_asked_for, some_of  # noqa: E402
+from kvjax.benchmarks.compile_kernels import H200_BYTES_PER_SECOND, faults, shapes_asked_for  # noqa: E402
 from kvjax.benchmarks.deviceless import h200_mesh, placed  # noqa: E402
 from kvjax.kernels.attention_mass import hopper  # noqa: E402
 from kvjax.kernels.paged_attention import Queries, Rows  # noqa: E402
@@ -32,8 +32,14 @@ from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape  # noqa: E402
 _COUNTED = dict(
     hgmma=r"\bHGMMA", tma_loads=r"\b(UTMALDG|UBLKCP)", tma_stores=r"\bUTMASTG", local_memory=r"\b(LDL|STL)\b"
 )
-SHAPES = tuple(shape for shape in ATTENTION_SHAPES if shape.kernel == "prefill")
 LAST_QUERIES = 32  # a policy that looks at the end of a prompt asks for so many
+_PREFILLS = [shape for shape in ATTENTION_SHAPES if shape.kernel == "prefill"]
+_FIRST = {shape.head_dim: shape for shape in reversed(_PREFILLS)}
+# All queries of a chunk, or only the last ones: one of each head_dim, and many short chunks.
+CASES = (
+    *((shape, None) for shape in (*_FIRST.values(), _PREFILLS[-1])),
+    (_FIRST[128], LAST_QUERIES),
+)
 
 
 def bytes_moved(shape: AttentionShape, queries: int) -> int:
@@ -111,6 +117,5 @@ def _row(shape: AttentionShape, queries: int, dump: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert _DUMP is not None
-    for i, attention_shape in some_of(SHAPES, shapes_asked_for()):
-        for last in (None, LAST_QUERIES):
-            print(json.dumps(compile_mass(attention_shape, _DUMP, i, last=last)), flush=True)
+    for i, (attention_shape, last) in enumerate(CASES[: shapes_asked_for()]):
+        print(json.dumps(compile_mass(attention_shape, _DUMP, i, last=last)), flush=True)

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import json
-import subprocess
 import types
 from typing import Any
 
@@ -175,14 +173,6 @@ def test_pages_of_another_dtype_are_refused():
     q, lse, keys, *rest = arguments_of(case)
     with pytest.raises(NotImplementedError, match="pages of float16 are not of the queries' bfloat16"):
         mass(case, (q, lse, keys.astype(jnp.float16), *rest))
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_an_h200(kernels_python):
-    run = subprocess.run([kernels_python, "-m", "kvjax.benchmarks.compile_mass"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert rows and not any(row["faults"] for row in rows)
 
 
 # Faults planted in the source: (module, what stands there, the fault). Every one must fail a case below.

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import os
 import subprocess
 import types
 from typing import Any
@@ -94,7 +95,8 @@ def test_rows_that_tma_cannot_copy_are_refused():
 
 @pytest.mark.slow
 def test_the_write_compiles_for_an_h200_in_place(kernels_python):
-    run = subprocess.run([kernels_python, "-m", "kvjax.benchmarks.compile_write"], capture_output=True, text=True)
+    command = [kernels_python, "-m", "kvjax.benchmarks.compile_write"]
+    run = subprocess.run(command, env=os.environ | dict(KVJAX_BESIDE_XLA="1"), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert rows and not any(row["faults"] for row in rows)
