@@ -1,4 +1,4 @@
-"""Paged attention on TPUs, in Pallas Mosaic: see `tpu_kernel.py` and `docs/kernels_tpu.md`."""
+"""Paged attention on TPUs, in Pallas Mosaic: see `tpu_kernel.py` and `docs/kernels.md`."""
 
 from __future__ import annotations
 
