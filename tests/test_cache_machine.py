@@ -1,5 +1,6 @@
 """Any order of operations: invariants, outputs against float64, NaN in every unused slot, after every step."""
 
+import dataclasses
 import sys
 from collections import Counter
 
@@ -49,9 +50,11 @@ INDEXED = st.sets(SEQUENCE, max_size=2)
 class CacheMachine(RuleBasedStateMachine):
     """`twin` holds the tokens, `first` the oldest pages of the windowed layer, `held` the references of the host."""
 
+    spec = SPEC
+
     def __init__(self):
         super().__init__()
-        self.twin = Twin(seed=0)
+        self.twin = Twin(self.spec, seed=0)
         self.first = [0] * SPEC.max_seqs
         self.longest = [0] * SPEC.max_seqs
         self.held: Counter[int] = Counter()
@@ -200,6 +203,18 @@ class CacheMachine(RuleBasedStateMachine):
 
 def test_any_order_of_operations():
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(format="int8"), dict(format="fp8_e4m3"), dict(format="int4_hadamard")],
+    ids=str,
+)
+def test_any_order_of_operations_on_quantised_pages(changes):
+    class Machine(CacheMachine):
+        spec = dataclasses.replace(SPEC, **changes)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=4, stateful_step_count=15, deadline=None))
 
 
 @pytest.mark.slow

@@ -117,10 +117,14 @@ def poison(cache: Cache) -> Cache:
 
 
 def leaves(cache: Cache) -> dict[str, np.ndarray]:
-    """All arrays of a cache by name, without the trash page."""
-    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
-    is_pool = lambda name: name.startswith((".keys", ".values", ".key_scales", ".value_scales"))  # noqa: E731
-    return {name: leaf[1:] if is_pool(name) else leaf for name, leaf in named.items()}
+    """All arrays of a cache by name, without the trash page; bfloat16 as float32, so that NaN equals NaN."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
+        name, array = jax.tree_util.keystr(path), np.asarray(leaf)
+        is_pool = name.startswith((".keys", ".values", ".key_scales", ".value_scales"))
+        array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+        named[name] = array[1:] if is_pool else array
+    return named
 
 
 def assert_same(cache: Cache, before: dict[str, np.ndarray], *, but: tuple[str, ...] = (".status",)) -> None:
