@@ -84,18 +84,22 @@ class Stored:
         return pages if isinstance(pages, Stored) else cls(pages, (), Format(str(pages.dtype), str(pages.dtype)))
 
 
+_LARGEST = 1e30  # so that products and sums of what is stored stay finite in float32
+
+
 def encode(
     x: Float[Array, "*rows head_dim"], form: Format
 ) -> tuple[Shaped[Array, "*rows width"], tuple[Float[Array, "*rows"], ...]]:
     """Store vectors.
 
-    In quantised formats values beyond what the scale can express saturate; NaN becomes 0, so that no reader meets one.
+    In quantised formats values beyond 1e30, or beyond what the scale can express (65504 with a scale in float16),
+    saturate; NaN becomes 0, so that no reader meets one.
 
     Returns: codes, and no, one (scale) or two (scale, minimum) numbers for each vector.
     """
     if form.largest is None:
         return x.astype(form.dtype), ()
-    x = jnp.nan_to_num(x.astype(jnp.float32), nan=0.0)
+    x = jnp.clip(jnp.nan_to_num(x.astype(jnp.float32), nan=0.0), -_LARGEST, _LARGEST)
     if form.is_rotated:
         x = rotate(x)
     if form.num_scales == 1:
@@ -117,7 +121,9 @@ def encode(
 def _stored_scale(scale: Array, form: Format) -> Array:
     """A scale as it is stored: never 0, never more than its dtype holds."""
     info = jnp.finfo(form.scale_dtype)
-    return jnp.clip(scale, float(info.tiny), float(info.max)).astype(form.scale_dtype)
+    # Subnormal numbers of float16 are normal in float32, where XLA computes; those of bfloat16 become 0 there.
+    least = info.smallest_subnormal if form.scale_dtype == "float16" else info.tiny
+    return jnp.clip(scale, float(least), float(info.max)).astype(form.scale_dtype)
 
 
 def numbers(codes: Shaped[Array, "*rows width"], form: Format, dtype) -> Float[Array, "*rows head_dim"]:

@@ -125,6 +125,9 @@ def _tokens(spec: CacheSpec, step: Step, q, k, v) -> tuple[Array, Array, Array]:
     count = step.sequence.shape[0]
     k, v = (floats(name, new, (count, spec.num_kv_heads, spec.head_dim)) for name, new in (("k", k), ("v", v)))
     q = floats("q", q, (count, "heads", spec.head_dim))
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype.itemsize < 2:
+            raise InputError(f"{name} has dtype {array.dtype}: give float32, bfloat16 or float16; pages have formats")
     if q.shape[1] == 0 or q.shape[1] % spec.num_kv_heads:
         raise InputError(f"q has {q.shape[1]} heads: give a multiple of the cache's {spec.num_kv_heads} KV heads")
     return q, k, v

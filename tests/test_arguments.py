@@ -284,3 +284,13 @@ def test_a_refused_release_is_explained(cache):
     with pytest.raises(kvjax.CacheError, match="BAD_SEQUENCE: release named a sequence out of range"):
         check(kvjax.release(cache, [9]))
     check(dataclasses.replace(kvjax.clear_status(kvjax.release(cache, [9]))), held={})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_eight_bit_floats_are_no_queries_keys_or_values(name):
+    cache = kvjax.init_cache(SPEC)
+    cache, step = kvjax.begin_step(cache, [1, 1, 0, 0], **DECODE)
+    given: dict[str, Any] = dict(q=jnp.ones((4, 4, 8)), k=jnp.ones((4, 2, 8)), v=jnp.ones((4, 2, 8)))
+    given[name] = given[name].astype(jnp.float8_e4m3fn)
+    with pytest.raises(kvjax.InputError, match=f"{name} has dtype float8_e4m3fn: give float32, bfloat16 or float16"):
+        kvjax.attend(cache, step, 0, **given, rotary=None)

@@ -287,3 +287,11 @@ def test_what_is_timed_compiles_for_an_h200(kernels_python):
     }
     # A loop whose end is known: for another the host is asked before each launch.
     assert all(row["counted"] for row in rows if row["reason"] is None)
+
+
+@pytest.mark.parametrize("missing", ["rates", "rows", "left_out", "summary"])
+def test_a_report_that_lacks_a_part_is_refused(report, missing, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({name: part for name, part in report.items() if name != missing}))
+    assert main(["benchmark-kernels", "--report", str(file)]) == 2
+    assert "is no report of kvjax benchmark-kernels" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def attention_mass(
 
     Args:
         q, keys, positions, rows, queries, scale, soft_cap, sink_query: as `paged_attention` had them; `queries` may be
-            only some of them, such as `queries.last(n)`.
+            only the last of them, `queries.last(n)`.
         lse: [tokens, heads], as `paged_attention` returned it: probabilities are exp(logit - lse).
         band: sum only over pairs with `query position - slot position <= band` (static); None for all pairs.
         max_query_length: unused here.

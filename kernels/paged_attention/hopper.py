@@ -31,7 +31,7 @@ def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads
     if dtype not in DTYPES:
         return f"queries of {dtype} are not {' or '.join(DTYPES)}"
     if pool_dtype != dtype:
-        return f"pages of {pool_dtype} are not of the queries' {dtype}"
+        return f"pages of {pool_dtype} are not of the queries' {dtype}; it reads pages of {' or '.join(DTYPES)}"
     if not 1 <= heads_per_kv_head <= MOST_HEADS:
         return f"{heads_per_kv_head} query heads of a KV head are not 1 to {MOST_HEADS}"
     return None

@@ -73,9 +73,12 @@ def _read(path: str) -> dict[str, Any]:
         report = json.loads(Path(path).read_text())
     except ValueError as error:
         raise InputError(f"--report {path} is no JSON: {error}") from None
-    if not isinstance(report, dict):
-        raise InputError(f"--report {path} is no report of kvjax benchmark-kernels")
-    points(report)
+    try:
+        points(report)
+        _table(report)
+        len(report["summary"]["faults"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise InputError(f"--report {path} is no report of kvjax benchmark-kernels") from None
     return report
 
 

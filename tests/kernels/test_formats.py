@@ -32,7 +32,7 @@ def bound(x: np.ndarray, name: str) -> np.ndarray:
         step = np.maximum(np.abs(x) * 2.0 ** -(mantissa + 1), most / largest * smallest)
         return step * (1 + 2**-8) + most * 2**-9
     span = x.max(-1, keepdims=True) - x.min(-1, keepdims=True)
-    return (span / 15 * 0.5 + most * 2**-10) * (1 + 2**-8) + 2**-14
+    return (span / 15 * 0.5 + most * 2**-10) * (1 + 2**-8) + 2**-20
 
 
 @st.composite
@@ -91,6 +91,14 @@ def test_every_pair_of_nibbles_survives():
 def test_vectors_scale_with_their_scale(name):
     x = np.random.default_rng(1).standard_normal((8, DIM)).astype(np.float32)
     np.testing.assert_allclose(stored(64 * x, name), 64 * stored(x, name), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1, 1e3])
+def test_the_relative_error_does_not_depend_on_the_size(name, size):
+    x = np.random.default_rng(4).standard_normal((64, DIM)).astype(np.float32) * size
+    most = dict(int8=0.01, fp8_e4m3=0.03, fp8_e5m2=0.06, int4_hadamard=0.1)[name]
+    assert np.linalg.norm(stored(x, name) - x) < most * np.linalg.norm(x)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

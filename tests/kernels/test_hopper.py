@@ -48,7 +48,7 @@ def test_decode_equals_the_oracle(name):
     check(attend(case, shape=shape), case)
 
 
-@pytest.mark.parametrize("window", [1, SIZE - 1, SIZE, SIZE + 1, 65])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), SIZE - 1, SIZE, SIZE + 1, 65])
 def test_windows_around_page_edges(window):
     case = Paged(lengths=[5, 70, 130], window=window)
     check(attend(case), case)

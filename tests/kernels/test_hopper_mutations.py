@@ -126,6 +126,7 @@ def _with_fault(module, old: str, new: str):
     return copies[hopper.__name__]
 
 
+@pytest.mark.slow
 def test_mutation_suite_passes_without_a_fault():
     assert _fails(attend) is None
 

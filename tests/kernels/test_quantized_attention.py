@@ -23,7 +23,8 @@ def quantized(kind: str, forms, **changes) -> Paged:
     return case_of(QUERIES[kind], lengths=(0, 1, 9, 100), forms=forms, **options)
 
 
-@pytest.mark.parametrize("kind", QUERIES)
+# A mixed step takes both loops.
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "mixed")) for kind in QUERIES])
 @pytest.mark.parametrize("changes", CASES, ids=str)
 @pytest.mark.parametrize("form", QUANTIZED)
 def test_xla_equals_the_definition(kind, changes, form):
