@@ -20,28 +20,12 @@ from kvjax.kernels.attention_mass.hopper_work import (
     share_work,
 )
 from kvjax.kernels.paged_attention.arguments import Queries, Rows
+from kvjax.kernels.paged_attention.hopper import HEAD_DIMS as HEAD_DIMS
+from kvjax.kernels.paged_attention.hopper import PAGE_SIZES as PAGE_SIZES
+from kvjax.kernels.paged_attention.hopper import refuses
 from kvjax.kernels.paged_attention.tiles import LOG2E
 
-HEAD_DIMS = (64, 96, 128, 256)
-PAGE_SIZES = (8, 16, 32, 64, 128)
-DTYPES = ("bfloat16", "float16")
-MOST_HEADS = 16  # query heads of a KV head
 _PROCESSORS = 132  # of an H100 or H200
-
-
-def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads_per_kv_head: int) -> str | None:
-    """Say why the kernel cannot serve a call, or None if it can."""
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if page_size not in PAGE_SIZES:
-        return f"page_size {page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
-    if dtype not in DTYPES:
-        return f"queries of {dtype} are not {' or '.join(DTYPES)}"
-    if pool_dtype != dtype:
-        return f"pages of {pool_dtype} are not of the queries' {dtype}"
-    if not 1 <= heads_per_kv_head <= MOST_HEADS:
-        return f"{heads_per_kv_head} query heads of a KV head are not 1 to {MOST_HEADS}"
-    return None
 
 
 def shape_of(head_dim: int, kv_heads: int, max_query_length: int) -> Shape:

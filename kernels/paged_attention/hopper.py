@@ -14,6 +14,7 @@ from kvjax.kernels.paged_attention.hopper_kernel import attend_tiles
 from kvjax.kernels.paged_attention.hopper_logits import logits_by_slot
 from kvjax.kernels.paged_attention.hopper_plan import Plan, listed_rows, make_plan, shape_of, tokens_of_tile
 from kvjax.kernels.paged_attention.hopper_shared import Config, Inputs, Shape
+from kvjax.kernels.paged_attention.limits import Limits
 from kvjax.kernels.paged_attention.tiles import Tiles
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -22,19 +23,7 @@ DTYPES = ("bfloat16", "float16")
 MOST_HEADS = 16  # query heads of a KV head
 
 
-def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads_per_kv_head: int) -> str | None:
-    """Say why the kernel cannot serve a call, or None if it can."""
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if page_size not in PAGE_SIZES:
-        return f"page_size {page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
-    if dtype not in DTYPES:
-        return f"queries of {dtype} are not {' or '.join(DTYPES)}"
-    if pool_dtype != dtype:
-        return f"pages of {pool_dtype} are not of the queries' {dtype}; it reads pages of {' or '.join(DTYPES)}"
-    if not 1 <= heads_per_kv_head <= MOST_HEADS:
-        return f"{heads_per_kv_head} query heads of a KV head are not 1 to {MOST_HEADS}"
-    return None
+refuses = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS).refuses
 
 
 def plan(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
+from kvjax.kernels.paged_attention.limits import Limits
 from kvjax.kernels.paged_attention.tiles import Tiles, tiles_of
 from kvjax.kernels.paged_attention.tpu_kernel import attend_tiles
 from kvjax.kernels.paged_attention.tpu_logits import slot_logits
@@ -26,19 +27,7 @@ _TILE_ELEMENTS = 1 << 18  # of a tile's queries
 _ROWS = 256  # of a tile: intensity as high as the chips' operations for a byte of HBM
 
 
-def refuses(*, head_dim: int, page_size: int, dtype: str, pool_dtype: str, heads_per_kv_head: int) -> str | None:
-    """Say why the kernel cannot serve a call, or None if it can."""
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if page_size not in PAGE_SIZES:
-        return f"page_size {page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
-    if dtype not in DTYPES:
-        return f"queries of {dtype} are not {' or '.join(DTYPES)}"
-    if pool_dtype != dtype:
-        return f"pages of {pool_dtype} are not of the queries' {dtype}; it reads pages of {' or '.join(DTYPES)}"
-    if not 1 <= heads_per_kv_head <= MOST_HEADS:
-        return f"{heads_per_kv_head} query heads of a KV head are not 1 to {MOST_HEADS}"
-    return None
+refuses = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS).refuses
 
 
 def shape_of(

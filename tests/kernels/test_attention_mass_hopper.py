@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.driver import ids, jit
+from helpers.faults import assert_all_noticed, noticed_by, with_fault
 from helpers.paged import Paged, with_rows
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -248,33 +248,12 @@ def _suite():
     )
 
 
-def _fails(run) -> str | None:
-    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, (case, options) in enumerate(_suite()):
-        try:
-            check(run(case, **options), case, band=options.get("band"))
-        except AssertionError:
-            return f"case {i}: wrong output"
-        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
-            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
-        finally:
-            gpu_callbacks.reset_gpu_interpret_mode_state()
-    return None
+def _noticed_by(kernel) -> str | None:
+    def run(case, options):
+        check(mass(case, kernel=kernel, **options), case, band=options.get("band"))
 
-
-def _with_fault(module, old: str, new: str):
-    """The entry point of a copy of the kernel's modules, one of which has the fault."""
-    copies: dict[str, Any] = {}
-    for original in (hopper_work, hopper_tile, hopper_kernel, hopper):
-        text = inspect.getsource(original)
-        copy = types.ModuleType(original.__name__)
-        exec(compile(text.replace(old, new) if original is module else text, original.__name__, "exec"), vars(copy))
-        for name, other in copies.items():
-            for attribute in vars(other):
-                if attribute in vars(copy) and getattr(vars(other)[attribute], "__module__", None) == name:
-                    setattr(copy, attribute, vars(other)[attribute])
-        copies[original.__name__] = copy
-    return copies[hopper.__name__]
+    cases = (functools.partial(run, *of) for of in _suite())
+    return noticed_by(cases, gpu_callbacks.reset_gpu_interpret_mode_state)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -285,16 +264,10 @@ def test_mutation_has_its_place_in_the_source(name):
 
 @pytest.mark.slow
 def test_mutation_suite_passes_without_a_fault():
-    assert _fails(mass) is None
+    assert _noticed_by(hopper) is None
 
 
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
-    noticed = {}
-    for name, fault in FAULTS.items():
-        noticed[name] = _fails(functools.partial(mass, kernel=_with_fault(*fault)))
-    with capsys.disabled():
-        print()
-        for name, by in noticed.items():
-            print(f"    {name:36} {by or 'NOT NOTICED'}")
-    assert all(noticed.values())
+    modules = (hopper_work, hopper_tile, hopper_kernel, hopper)
+    assert_all_noticed(FAULTS, lambda name: _noticed_by(with_fault(modules, *FAULTS[name])), capsys)

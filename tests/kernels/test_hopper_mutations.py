@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import inspect
-import types
 
 import jax
 import numpy as np
 import pytest
+from helpers.faults import assert_all_noticed, noticed_by, with_fault
 from helpers.hopper import PREFILL, SMALL, attend, check, forget_state
 from helpers.paged import Paged
 
@@ -94,51 +93,22 @@ def _suite():
     )
 
 
-def _fails(attend) -> str | None:
-    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, (case, shape, options) in enumerate(_suite()):
-        try:
-            check(attend(case, shape=shape, **options), case, **options)
-        except AssertionError:
-            return f"case {i}: wrong output"
-        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
-            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
-        finally:
-            forget_state()
-    return None
+def _noticed_by(kernel) -> str | None:
+    def run(case, shape, options):
+        check(attend(case, shape=shape, kernel=kernel, **options), case, **options)
 
-
-def _with_fault(module, old: str, new: str):
-    """The entry point of a copy of the kernel's modules, one of which has the fault."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
-    copies = {}
-    for original in MODULES:
-        text = inspect.getsource(original)
-        text = text.replace(old, new) if original is module else text
-        copy = types.ModuleType(original.__name__)
-        exec(compile(text, original.__name__, "exec"), copy.__dict__)
-        for name, other in copies.items():
-            for attribute in vars(other):
-                if attribute in copy.__dict__ and getattr(vars(other)[attribute], "__module__", None) == name:
-                    setattr(copy, attribute, vars(other)[attribute])
-        copies[original.__name__] = copy
-    return copies[hopper.__name__]
+    return noticed_by((functools.partial(run, *of) for of in _suite()), forget_state)
 
 
 @pytest.mark.slow
 def test_mutation_suite_passes_without_a_fault():
-    assert _fails(attend) is None
+    assert _noticed_by(hopper) is None
 
 
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
-    noticed = {}
-    for name, fault in FAULTS.items():
+    def notice(name):
         jax.clear_caches()
-        noticed[name] = _fails(functools.partial(attend, kernel=_with_fault(*fault)))
-    with capsys.disabled():
-        print()
-        for name, by in noticed.items():
-            print(f"    {name:36} {by or 'NOT NOTICED'}")
-    assert all(noticed.values())
+        return _noticed_by(with_fault(MODULES, *FAULTS[name]))
+
+    assert_all_noticed(FAULTS, notice, capsys)

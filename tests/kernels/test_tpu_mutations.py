@@ -1,13 +1,12 @@
 """Faults planted in the source of the TPU kernel: the interpreter must notice every one."""
 
 import functools
-import inspect
-import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers.faults import assert_all_noticed, noticed_by, with_fault
 from helpers.paged import Paged
 from helpers.tpu import BLOCK, DIM, attend, check
 from jax.experimental.pallas import tpu as pltpu
@@ -63,50 +62,26 @@ def _suite():
     )
 
 
-def _fails(attend) -> str | None:
-    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, (case, mode, heads, last) in enumerate(_suite()):
+def _noticed_by(kernel) -> str | None:
+    def run(case, mode, heads, last):
         shape = tpu.Shape(heads, BLOCK, 1 if case.longest == 1 else 8)
-        try:
-            check(attend(case, shape=shape, mode=mode, last_logits=last), case, last_logits=last)
-        except AssertionError:
-            return f"case {i}: wrong output"
-        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
-            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
-        finally:
-            pltpu.reset_tpu_interpret_mode_state()
-    return None
+        check(attend(case, shape=shape, mode=mode, last_logits=last, kernel=kernel), case, last_logits=last)
 
-
-def _with_fault(module, old: str, new: str):
-    """The entry point of a copy of the kernel's modules, one of which has the fault."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module.__name__}"
-    copies = {}
-    for original in (tpu_plan, tpu_block, tpu_fetch, tpu_kernel, tpu_logits, tpu):
-        text = inspect.getsource(original)
-        text = text.replace(old, new) if original is module else text
-        copy = types.ModuleType(original.__name__)
-        exec(compile(text, original.__name__, "exec"), copy.__dict__)
-        for name, other in copies.items():
-            for attribute in vars(other):
-                if attribute in copy.__dict__ and getattr(vars(other)[attribute], "__module__", None) == name:
-                    setattr(copy, attribute, vars(other)[attribute])
-        copies[original.__name__] = copy
-    return copies[tpu.__name__]
+    cases = (functools.partial(run, *of) for of in _suite())
+    return noticed_by(cases, pltpu.reset_tpu_interpret_mode_state)
 
 
 @pytest.mark.slow
 def test_mutation_suite_passes_without_a_fault():
-    assert _fails(attend) is None
+    assert _noticed_by(tpu) is None
 
 
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
-    noticed = {}
-    for name, fault in SOURCE_FAULTS.items():
+    modules = (tpu_plan, tpu_block, tpu_fetch, tpu_kernel, tpu_logits, tpu)
+
+    def notice(name):
         jax.clear_caches()
-        noticed[name] = _fails(functools.partial(attend, kernel=_with_fault(*fault)))
-        with capsys.disabled():
-            print(f"\n    {name:36} {noticed[name] or 'NOT NOTICED'}", end="")
-    assert all(noticed.values())
+        return _noticed_by(with_fault(modules, *SOURCE_FAULTS[name]))
+
+    assert_all_noticed(SOURCE_FAULTS, notice, capsys)

@@ -1,11 +1,9 @@
 """The Hopper write in the interpreter, races detected and memory poisoned, against the write in XLA; planted faults."""
 
 import functools
-import inspect
 import json
 import os
 import subprocess
-import types
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.driver import jit
+from helpers.faults import assert_all_noticed, noticed_by, with_fault
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -137,35 +136,19 @@ def _suite():
     )  # fmt: skip
 
 
-def _fails(kernel) -> str | None:
-    """Name what notices a fault: a race, a hang, or a wrong output of a case."""
-    for i, case in enumerate(_suite()):
-        try:
-            check(case, kernel)
-        except AssertionError:
-            return f"case {i}: wrong output"
-        except Exception as error:  # noqa: BLE001, the interpreter raises what it likes
-            return f"case {i}: {'race' if 'RACE' in str(error) else type(error).__name__}"
-        finally:
-            gpu_callbacks.reset_gpu_interpret_mode_state()
-    return None
+def _noticed_by(kernel) -> str | None:
+    cases = (functools.partial(check, case, kernel) for case in _suite())
+    return noticed_by(cases, gpu_callbacks.reset_gpu_interpret_mode_state)
 
 
 def test_mutation_suite_passes_without_a_fault():
-    assert _fails(in_hopper) is None
+    assert _noticed_by(in_hopper) is None
 
 
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
-    source, noticed = inspect.getsource(in_hopper), {}
-    for name, (old, new) in FAULTS.items():
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times"
-        faulty = types.ModuleType(in_hopper.__name__)
-        exec(compile(source.replace(old, new), in_hopper.__name__, "exec"), vars(faulty))
+    def notice(name):
         jax.clear_caches()
-        noticed[name] = _fails(faulty)
-    with capsys.disabled():
-        print()
-        for name, by in noticed.items():
-            print(f"    {name:36} {by or 'NOT NOTICED'}")
-    assert all(noticed.values())
+        return _noticed_by(with_fault([in_hopper], in_hopper, *FAULTS[name]))
+
+    assert_all_noticed(FAULTS, notice, capsys)
