@@ -1,14 +1,16 @@
 """Page formats: how a vector of `head_dim` values is stored, and what comes back.
 
-A vector has codes and, in quantised formats, a scale of its own (bfloat16) or a scale and a minimum (float16). Codes
-are computed with the scale as it is stored, so that who writes and who reads agree. Definitions: FP8 (OCP e4m3 and
-e5m2); symmetric int8; asymmetric int4 with a float minimum (KIVI), after an orthonormal Hadamard rotation (QuaRot).
+A vector has codes and, in quantised formats, a scale of its own (bfloat16) or a scale and a minimum (float16); or every
+channel of a page has them (`is_per_channel`), in full pages only. Codes are computed with the scale as it is stored, so
+that who writes and who reads agree. Definitions: FP8 (OCP e4m3 and e5m2); symmetric int8; asymmetric int4 with a float
+minimum, a vector's own, after an orthonormal Hadamard rotation (QuaRot) or without, or a channel's (KIVI's keys).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +33,11 @@ class Format:
             i + head_dim / 2 the high one.
         largest: of a code; None for formats that are not quantised.
         scale_dtype: of the metadata.
-        num_scales: numbers that a vector has beside its codes: 0, 1 (scale), 2 (scale and minimum).
+        num_scales: numbers that a vector, or a channel of a page, has beside its codes: 0, 1 (scale), 2 (scale and
+            minimum).
         is_rotated: whether vectors are rotated before, and queries and outputs with them.
+        is_per_channel: whether scales belong to the channels of a page, not to its slots. For keys only: a page gets
+            its codes when it is full.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Format:
     scale_dtype: str = "bfloat16"
     num_scales: int = 0
     is_rotated: bool = False
+    is_per_channel: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -50,6 +56,7 @@ class Format:
         return self.largest is not None
 
 
+_INT4: dict[str, Any] = dict(per_code=2, largest=15, scale_dtype="float16", num_scales=2)
 FORMATS = {
     of.name: of
     for of in (
@@ -59,7 +66,9 @@ FORMATS = {
         Format("fp8_e4m3", "uint8", bits_of="float8_e4m3fn", largest=448, num_scales=1),
         Format("fp8_e5m2", "uint8", bits_of="float8_e5m2", largest=57344, num_scales=1),
         Format("int8", "int8", largest=127, num_scales=1),
-        Format("int4_hadamard", "uint8", per_code=2, largest=15, scale_dtype="float16", num_scales=2, is_rotated=True),
+        Format("int4_per_token", "uint8", **_INT4),
+        Format("int4_hadamard", "uint8", **_INT4, is_rotated=True),
+        Format("int4_per_channel", "uint8", **_INT4, is_per_channel=True),
     )
 }
 
@@ -70,12 +79,13 @@ class Stored:
 
     Attributes:
         codes: [pages, heads, page_size, width], of the format's dtype.
-        scales: float [pages, heads, page_size] each: none, scale, or scale and minimum of every vector.
+        scales: none, scale, or scale and minimum: of every vector [pages, heads, page_size], of every channel
+            [pages, heads, head_dim] where the format is per channel.
         form: the format (static).
     """
 
     codes: Shaped[Array, "pages heads page_size width"]
-    scales: tuple[Float[Array, "pages heads page_size"], ...]
+    scales: tuple[Float[Array, "pages heads vectors"], ...]
     form: Format = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
@@ -88,34 +98,40 @@ _LARGEST = 1e30  # so that products and sums of what is stored stay finite in fl
 
 
 def encode(
-    x: Float[Array, "*rows head_dim"], form: Format
-) -> tuple[Shaped[Array, "*rows width"], tuple[Float[Array, "*rows"], ...]]:
+    x: Float[Array, "*rows slots head_dim"], form: Format
+) -> tuple[Shaped[Array, "*rows slots width"], tuple[Float[Array, "*rows vectors"], ...]]:
     """Store vectors.
 
     In quantised formats values beyond 1e30, or beyond what the scale can express (65504 with a scale in float16),
     saturate; NaN becomes 0, so that no reader meets one.
 
-    Returns: codes, and no, one (scale) or two (scale, minimum) numbers for each vector.
+    Returns: codes, and no, one (scale) or two (scale, minimum) numbers for each vector; for each channel of the `slots`
+        of a page where the format is per channel.
     """
     if form.largest is None:
         return x.astype(form.dtype), ()
     x = jnp.clip(jnp.nan_to_num(x.astype(jnp.float32), nan=0.0), -_LARGEST, _LARGEST)
+    axis = -2 if form.is_per_channel else -1
     if form.is_rotated:
         x = rotate(x)
     if form.num_scales == 1:
-        scale = _stored_scale(jnp.abs(x).max(-1) / form.largest, form)
-        codes = jnp.clip(x / scale.astype(jnp.float32)[..., None], -form.largest, form.largest)
+        scale = _stored_scale(jnp.abs(x).max(axis) / form.largest, form)
+        codes = jnp.clip(x / _of_values(scale, form), -form.largest, form.largest)
         if form.bits_of is None:
             return jnp.round(codes).astype(form.dtype), (scale,)
         return lax.bitcast_convert_type(codes.astype(form.bits_of), form.dtype), (scale,)
     limit = float(jnp.finfo(form.scale_dtype).max)
-    minimum = jnp.clip(x.min(-1), -limit, limit).astype(form.scale_dtype)
-    least = minimum.astype(jnp.float32)
-    scale = _stored_scale((x.max(-1) - least) / form.largest, form)
-    codes = (x - least[..., None]) / scale.astype(jnp.float32)[..., None]
+    minimum = jnp.clip(x.min(axis), -limit, limit).astype(form.scale_dtype)
+    scale = _stored_scale((x.max(axis) - minimum.astype(jnp.float32)) / form.largest, form)
+    codes = (x - _of_values(minimum, form)) / _of_values(scale, form)
     codes = jnp.clip(jnp.round(codes), 0, form.largest).astype(jnp.uint8)
     low, high = jnp.split(codes, 2, axis=-1)
     return low | (high << jnp.uint8(4)), (scale, minimum)
+
+
+def _of_values(scale: Float[Array, "*rows vectors"], form: Format) -> Float[Array, "*rows slots head_dim"]:
+    """A scale for each value, to be broadcast over the slots or over the channels."""
+    return jnp.expand_dims(scale.astype(jnp.float32), -2 if form.is_per_channel else -1)
 
 
 def _stored_scale(scale: Array, form: Format) -> Array:
@@ -136,14 +152,13 @@ def numbers(codes: Shaped[Array, "*rows width"], form: Format, dtype) -> Float[A
 
 
 def decode(
-    codes: Shaped[Array, "*rows width"], scales: tuple[Float[Array, "*rows"], ...], form: Format
-) -> Float[Array, "*rows head_dim"]:
+    codes: Shaped[Array, "*rows slots width"], scales: tuple[Float[Array, "*rows vectors"], ...], form: Format
+) -> Float[Array, "*rows slots head_dim"]:
     """What readers see of stored vectors, float32 for quantised formats; rotated where the format rotates."""
     if not scales:
         return codes
-    of_rows = [scale.astype(jnp.float32)[..., None] for scale in scales]
-    values = numbers(codes, form, jnp.float32) * of_rows[0]
-    return values if len(scales) == 1 else values + of_rows[1]
+    values = numbers(codes, form, jnp.float32) * _of_values(scales[0], form)
+    return values if len(scales) == 1 else values + _of_values(scales[1], form)
 
 
 def rotate(x: Float[Array, "*rows head_dim"]) -> Float[Array, "*rows head_dim"]:

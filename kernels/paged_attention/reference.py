@@ -90,7 +90,8 @@ def decoded(pages: HostArray | Stored) -> np.ndarray:
     """What stored vectors stand for, float64."""
     if not isinstance(pages, Stored):
         return np.asarray(pages, np.float64)
-    codes, scales = np.asarray(pages.codes), [np.asarray(of, np.float64)[..., None] for of in pages.scales]
+    axis = -2 if pages.form.is_per_channel else -1
+    codes, scales = np.asarray(pages.codes), [np.expand_dims(np.asarray(of, np.float64), axis) for of in pages.scales]
     if pages.form.bits_of is not None:
         codes = codes.view(jnp.dtype(pages.form.bits_of))
     if pages.form.per_code == 2:

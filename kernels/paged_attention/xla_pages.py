@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from kvjax.kernels.formats import Stored, numbers
+from kvjax.kernels.formats import Stored, decode, numbers
 from kvjax.kernels.paged_attention.arguments import Rows
 from kvjax.kernels.pytree import pytree
 
@@ -154,7 +154,8 @@ class Pool:
     def read(
         self, stored: Stored, ids: Int32[Array, "n groups block"], dtype
     ) -> tuple[Float[Array, "n kv_heads slots head_dim"], list[Float32[Array, "n kv_heads 1 slots"]]]:
-        """Numbers and scales of keys or values of all slots of pages, by KV head."""
+        """Numbers and scales of keys or values of all slots of pages, by KV head; where scales are per channel, what
+        the numbers stand for, and no scales."""
         tiles = lax.optimization_barrier(self._key_tiles(ids))
 
         def take(pool: Array, width: int) -> Array:
@@ -163,6 +164,10 @@ class Pool:
             return _take(flat, tiles).reshape(ids.shape[0], self.kv_heads, -1, width)
 
         codes = take(stored.codes, stored.codes.shape[-1])
+        if stored.form.is_per_channel:
+            by_page = codes.reshape(*codes.shape[:2], -1, self.page_size, codes.shape[-1])
+            scales = [take(scale, scale.shape[-1]) for scale in stored.scales]
+            return decode(by_page, tuple(scales), stored.form).astype(dtype).reshape(*codes.shape[:3], -1), []
         scales = [take(scale, 1).swapaxes(2, 3).astype(jnp.float32) for scale in stored.scales]
         return numbers(codes, stored.form, dtype), scales
 
