@@ -73,7 +73,12 @@ def attention_mass(
     kv_heads = keys.shape[1] * rows.page_table.shape[1]
     heads, head_dim, page_size = q.shape[1] // kv_heads, q.shape[2], keys.shape[2]
     reason = refuses(
-        head_dim=head_dim, page_size=page_size, dtype=str(q.dtype), pool_dtype=str(keys.dtype), heads_per_kv_head=heads
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=str(q.dtype),
+        key_format=str(keys.dtype),
+        value_format=str(keys.dtype),
+        heads_per_kv_head=heads,
     )
     if reason is not None:
         raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")

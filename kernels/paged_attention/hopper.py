@@ -78,7 +78,8 @@ def paged_attention(
     """
     kv_heads = keys.shape[1] * rows.page_table.shape[1]
     reason = refuses(
-        head_dim=q.shape[2], page_size=keys.shape[2], dtype=str(q.dtype), pool_dtype=str(keys.dtype),
+        head_dim=q.shape[2], page_size=keys.shape[2], dtype=str(q.dtype), key_format=str(keys.dtype),
+        value_format=str(values.dtype),
         heads_per_kv_head=q.shape[1] // kv_heads,
     )  # fmt: skip
     if page_list is not None and rows.sinks:

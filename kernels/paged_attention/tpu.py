@@ -84,7 +84,12 @@ def paged_attention(
     if tiles is not None:
         num_tiles = tiles.tokens.shape[0]
     reason = refuses(
-        head_dim=head_dim, page_size=page_size, dtype=str(q.dtype), pool_dtype=str(keys.dtype), heads_per_kv_head=heads
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=str(q.dtype),
+        key_format=str(keys.dtype),
+        value_format=str(values.dtype),
+        heads_per_kv_head=heads,
     )
     reason = reason or _refuses_sizes(
         entries, kv_heads // shape.heads * num_tiles, 0 if is_decode else last_logits, heads

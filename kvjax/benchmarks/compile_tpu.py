@@ -53,7 +53,8 @@ def faults(row: dict[str, Any], pool_bytes: int) -> list[str]:
 def served(shape: AttentionShape) -> bool:
     """Whether the kernel serves a shape."""
     return tpu.refuses(
-        head_dim=shape.head_dim, page_size=shape.page_size, dtype="bfloat16", pool_dtype="bfloat16",
+        head_dim=shape.head_dim, page_size=shape.page_size, dtype="bfloat16", key_format="bfloat16",
+        value_format="bfloat16",
         heads_per_kv_head=shape.heads // shape.kv_heads,
     ) is None  # fmt: skip
 
