@@ -35,8 +35,8 @@ def test_shapes_are_some_that_the_kernel_serves():
     assert len(ATTENTION_SHAPES) == len(set(ATTENTION_SHAPES)) <= 48
     for shape in ATTENTION_SHAPES:
         assert hopper.refuses(
-            head_dim=shape.head_dim, page_size=shape.page_size, dtype="bfloat16", key_format="bfloat16", value_format="bfloat16",
-            heads_per_kv_head=shape.heads // shape.kv_heads,
+            head_dim=shape.head_dim, page_size=shape.page_size, dtype="bfloat16",
+            key_format="bfloat16", value_format="bfloat16", heads_per_kv_head=shape.heads // shape.kv_heads,
         ) is None  # fmt: skip
     llama = next(shape for shape in ATTENTION_SHAPES if (shape.batch, shape.context) == (32, 1024))
     # 32 sequences of 1024 tokens, 8 heads of 128, keys and values of 2 bytes; 32 queries and outputs of 32 heads.
