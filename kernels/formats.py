@@ -110,7 +110,7 @@ def encode(
     """
     if form.largest is None:
         return x.astype(form.dtype), ()
-    x = jnp.clip(jnp.nan_to_num(x.astype(jnp.float32), nan=0.0), -_LARGEST, _LARGEST)
+    x = finite(x.astype(jnp.float32))
     axis = -2 if form.is_per_channel else -1
     if form.is_rotated:
         x = rotate(x)
@@ -127,6 +127,12 @@ def encode(
     codes = jnp.clip(jnp.round(codes), 0, form.largest).astype(jnp.uint8)
     low, high = jnp.split(codes, 2, axis=-1)
     return low | (high << jnp.uint8(4)), (scale, minimum)
+
+
+def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """What of values can be stored: NaN becomes 0, and what is beyond 1e30 saturates (in float16 at its largest)."""
+    most = min(_LARGEST, float(jnp.finfo(x.dtype).max))
+    return jnp.clip(jnp.nan_to_num(x, nan=0.0), -most, most)
 
 
 def _of_values(scale: Float[Array, "*rows vectors"], form: Format) -> Float[Array, "*rows slots head_dim"]:

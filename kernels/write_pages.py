@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from kvjax.kernels.formats import Stored, encode
+from kvjax.kernels.formats import Stored, encode, finite
 
 
 def write_pages(
@@ -22,15 +23,25 @@ def write_pages(
     slot and so on before slot `ends[g, i]`. Slots from there on become 0, so that readers meet no garbage behind a
     sequence's last token.
     """
-    size = pool.shape[2]
-    slot = jnp.arange(size, dtype=jnp.int32)[None, None]
+    old = pool.at[pages].get(mode="promise_in_bounds")
+    return pool.at[pages].set(_put(old, new.astype(pool.dtype), first_tokens, begins, ends), mode="promise_in_bounds")
+
+
+def _put(
+    old: Shaped[Array, "groups touched heads page_size width"],
+    new: Shaped[Array, "groups tokens heads width"],
+    first_tokens: Int32[Array, "groups touched"],
+    begins: Int32[Array, "groups touched"],
+    ends: Int32[Array, "groups touched"],
+) -> Shaped[Array, "groups touched heads page_size width"]:
+    """Put tokens into pages, and zeros behind them."""
+    slot = jnp.arange(old.shape[3], dtype=jnp.int32)[None, None]
     token = jnp.clip(first_tokens[..., None] + slot - begins[..., None], 0, new.shape[1] - 1)
     group = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None, None]
-    rows = new.astype(pool.dtype).at[group, token].get(mode="promise_in_bounds").swapaxes(2, 3)
+    rows = new.at[group, token].get(mode="promise_in_bounds").swapaxes(2, 3)
     slot = slot[:, :, None, :, None]
-    old = jnp.where(slot < begins[:, :, None, None, None], pool.at[pages].get(mode="promise_in_bounds"), 0)
     fresh = (slot >= begins[:, :, None, None, None]) & (slot < ends[:, :, None, None, None])
-    return pool.at[pages].set(jnp.where(fresh, rows, old), mode="promise_in_bounds")
+    return jnp.where(fresh, rows, jnp.where(slot < begins[:, :, None, None, None], old, 0))
 
 
 def write_stored(
@@ -40,3 +51,48 @@ def write_stored(
     codes, scales = encode(new, pages.form)
     write_scale = lambda pool, of: write_pages(pool[..., None], of[..., None], *where)[..., 0]  # noqa: E731
     return Stored(write_pages(pages.codes, codes, *where), tuple(map(write_scale, pages.scales, scales)), pages.form)
+
+
+def write_full_pages(
+    pages: Stored,
+    open_pages: Float[Array, "layers groups seqs heads page_size head_dim"],
+    new: Float[Array, "groups tokens heads head_dim"],
+    layer: Int32[Array, ""],
+    sequence: Int32[Array, "groups touched"],
+    ids: Int32[Array, "groups touched"],
+    *where: Int32[Array, "groups touched"],
+) -> tuple[Stored, Float[Array, "layers groups seqs heads page_size head_dim"]]:
+    """Store the pages that become full in a format that is per channel, and keep what is left as it is.
+
+    Args:
+        pages: of the format.
+        open_pages: the tokens of every row behind its last full page, as they are.
+        new: what is added, in the layer `layer`.
+        sequence: whose page each touched one is.
+        ids: the touched pages, 0 for none; `where` is as for `write_pages`.
+
+    Returns: the pages and the open ones.
+    """
+    size, seqs = pages.codes.shape[2], open_pages.shape[2]
+    group = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+    place = (layer, group, sequence)
+    old = open_pages.at[place].get(mode="promise_in_bounds")
+    tiles = _put(old, finite(new).astype(old.dtype), *where)
+    is_full = (where[-1] == size) & (ids > 0)
+    codes, scales = _encode_any(tiles, is_full, pages)
+    full = jnp.where(is_full, ids, 0)
+    put = lambda pool, of_pages: pool.at[full].set(of_pages, mode="promise_in_bounds")  # noqa: E731
+    pages = Stored(put(pages.codes, codes), tuple(map(put, pages.scales, scales)), pages.form)
+    place = (layer, group, jnp.where(is_full | (ids == 0), seqs, sequence))
+    return pages, open_pages.at[place].set(tiles, mode="drop")
+
+
+def _encode_any(
+    tiles: Float[Array, "groups touched heads page_size head_dim"],
+    is_full: Bool[Array, "groups touched"],
+    pages: Stored,
+):
+    """Codes and scales of pages: zeros, at no cost, where none is full, as in most steps of one token."""
+    encoded = lambda tiles: encode(tiles, pages.form)  # noqa: E731
+    nothing = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), jax.eval_shape(encoded, tiles))
+    return jax.lax.cond(is_full.any(), encoded, lambda _: nothing, tiles)

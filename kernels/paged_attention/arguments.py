@@ -28,6 +28,8 @@ class Rows:
         windows: int32 [layers], most positions a query sees, itself included; 2**31 - 1 for all.
         layer: int32 [], the layer whose attention is asked for.
         sinks: first tokens of a sequence that every query sees, whatever the window (static).
+        full_only: whether the page that `end_slot` lies in is left out: formats that are per channel hold full pages
+            only (static).
     """
 
     page_table: Int32[Array, "layers groups seqs entries"]
@@ -37,10 +39,15 @@ class Rows:
     windows: Int32[Array, " layers"]
     layer: Int32[Array, ""]
     sinks: int = dataclasses.field(default=0, metadata=dict(static=True))
+    full_only: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def pinned(self, page_size: int) -> int:
         """Pages that hold the sinks."""
         return -(-self.sinks // page_size)
+
+    def end_page(self, end_slot, page_size: int):
+        """Logical pages that rows with that `end_slot` have for reading, those no longer held included."""
+        return end_slot // page_size if self.full_only else -(-end_slot // page_size)
 
 
 @pytree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ def paged_attention(
     sink_logits: HostArray | None = None,
     sink_query: HostArray | None = None,
     page_list: HostArray | None = None,
+    open_keys: HostArray | None = None,
     last_logits: int = 0,
     max_query_length: int | None = None,
 ) -> Attention:
@@ -48,6 +49,8 @@ def paged_attention(
         sink_query: [tokens, heads, head_dim], takes the place of `q` for the slots of the first `rows.sinks` positions.
         page_list: int32 [kv_heads, seqs, n], ids of the pages to read in place of all, 0 for none; for steps of at most
             one query token a sequence.
+        open_keys: [layers, groups, seqs, heads_per_group, page_size, head_dim], keys of the page that a row's
+            `end_slot` lies in, if it is not full: for formats that are per channel.
         last_logits: how many of each sequence's last queries to return the logits of (static).
         max_query_length: unused here.
 
@@ -55,6 +58,8 @@ def paged_attention(
     """
     q, keys, values = np.asarray(q, np.float64), decoded(keys), decoded(values)
     layer = Layer.of(rows, positions, page_list, keys.shape[1])
+    if open_keys is not None:
+        keys = layer.with_open(keys, np.asarray(open_keys, np.float64)[int(rows.layer)])
     seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     sinks = None if sink_logits is None else np.asarray(sink_logits, np.float64)
     heads_per_kv_head = q.shape[1] // layer.kv_heads
@@ -123,6 +128,7 @@ class Layer(NamedTuple):
     ring: int
     window: int
     sinks: int
+    end_page: Callable[[int, int], int]
 
     @classmethod
     def of(cls, rows: Rows, positions: HostArray, page_list: HostArray | None, heads_per_group: int) -> Layer:
@@ -132,8 +138,10 @@ class Layer(NamedTuple):
             np.asarray(of)[layer] for of in (rows.page_table, rows.first_page, rows.end_slot, rows.rings, rows.windows)
         )
         page_list = None if page_list is None else np.asarray(page_list)
-        positions, sinks = np.asarray(positions), rows.sinks
-        return cls(positions, table, first_page, end_slot, page_list, heads_per_group, int(rings), int(windows), sinks)
+        return cls(
+            np.asarray(positions), table, first_page, end_slot, page_list, heads_per_group, int(rings), int(windows),
+            rows.sinks, rows.end_page,
+        )  # fmt: skip
 
     @property
     def kv_heads(self) -> int:
@@ -143,6 +151,18 @@ class Layer(NamedTuple):
     def num_slots(self) -> int:
         """Slots of a row's entries, or of a list of pages."""
         return (self.table if self.page_list is None else self.page_list).shape[-1] * self.positions.shape[1]
+
+    def with_open(self, keys: np.ndarray, open_keys: np.ndarray) -> np.ndarray:
+        """Keys of all pages, with those of the open ones in their place."""
+        keys, size = keys.copy(), self.positions.shape[1]
+        for group, sequence in np.argwhere(self.end_slot % size > 0):
+            page = self.table[group, sequence, self._entry(int(self.end_slot[group, sequence]) // size)]
+            keys[page] = open_keys[group, sequence]
+        return keys
+
+    def _entry(self, logical: int) -> int:
+        pinned = -(-self.sinks // self.positions.shape[1])
+        return logical if logical < pinned else pinned + (logical - pinned) % self.ring
 
     def visible(self, kv_head: int, sequence: int, start: int, query: int) -> Iterator[tuple[int, int, int, bool]]:
         """Yield (number in the row, page, slot, whether it is a sink) of all slots visible to a query."""
@@ -159,8 +179,8 @@ class Layer(NamedTuple):
             return
         group = kv_head // self.heads_per_group
         pinned = -(-self.sinks // self.positions.shape[1])
-        end = -(-int(self.end_slot[group, sequence]) // self.positions.shape[1])
+        end = self.end_page(int(self.end_slot[group, sequence]), self.positions.shape[1])
         first = max(int(self.first_page[group, sequence]), pinned)
         for logical in (*range(min(pinned, end)), *range(first, end)):
-            entry = logical if logical < pinned else pinned + (logical - pinned) % self.ring
+            entry = self._entry(logical)
             yield entry, int(self.table[group, sequence, entry])

@@ -100,6 +100,8 @@ def share_work(
         # A window that reaches into the pinned pages has lost nothing behind them.
         first_piece = jnp.where(oldest_piece < pinned * pieces_per_page, oldest_piece, first_piece)
     end_piece = -(-(first_slot + tiles.tokens[None, None]) // piece)
+    if rows.full_only:
+        end_piece = jnp.minimum(end_piece, rows.end_slot[..., sequence] // page_size * pieces_per_page)
     blocks = sink_blocks(rows.sinks, block) + jnp.maximum(-(-(end_piece - first_piece) // (block // piece)), 0)
     blocks = jnp.where(tiles.tokens[None, None] > 0, blocks, 0)
     # Pieces behind the tile's end are of page 0, slots behind the row's end were never written.

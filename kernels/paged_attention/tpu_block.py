@@ -9,17 +9,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.paged_attention.tiles import LOG2E
+from kvjax.kernels.paged_attention.tpu_codes import Pages, may_be_nan, numbers_of, scale_logits, scale_weights
 from kvjax.kernels.paged_attention.tpu_plan import LANES, Choices
 
 EMPTY = -1e30
 _LOGITS_AT_ONCE = 1 << 16  # of all heads that are computed together
+_NUMBERS_AT_ONCE = 1 << 18  # of quantised keys, and of values, that stand in vector memory together
 
 
 class Buffers(NamedTuple):
     """The kernel's memory and semaphores.
 
     Attributes:
-        keys, values: [stages, heads, slots, head_dim].
+        keys, values: codes [stages, heads, slots, width]; scales are those of all heads of a page.
         positions: int32 [stages, pages, page_size].
         ids: int32 [3, entries] in scalar memory, rows of the page table.
         acc: float32 [heads, rows, head_dim].
@@ -27,11 +29,12 @@ class Buffers(NamedTuple):
         state: int32 [3] in scalar memory: blocks and steps with work before this one, and the step after it.
         pages_in: a semaphore for each stage.
         ids_in: one for each row of ids.
+        key_rows, value_rows: float32, the scales of the block that is computed; see `tpu_codes.py`.
         logits: float32 [heads, rows, slots], and a semaphore for them, where they are returned.
     """
 
-    keys: Any
-    values: Any
+    keys: Pages
+    values: Pages
     positions: Any
     ids: Any
     acc: Any
@@ -40,6 +43,8 @@ class Buffers(NamedTuple):
     state: Any
     pages_in: Any
     ids_in: Any
+    key_rows: tuple[Any, ...]
+    value_rows: tuple[Any, ...]
     logits: Any = None
     logits_out: Any = None
 
@@ -49,6 +54,7 @@ class Tile(NamedTuple):
 
     Attributes:
         q: [1, heads, rows, head_dim].
+        head: the first of the step's KV heads among those of a page.
         sink_query: the same for slots of sinks, or None.
         tokens: query tokens.
         position: of the first of them.
@@ -57,6 +63,7 @@ class Tile(NamedTuple):
     """
 
     q: Any
+    head: Any
     sink_query: Any
     tokens: Any
     position: Any
@@ -81,15 +88,19 @@ def positions_of(at: Buffers, slot, live):
 
 def zero_empty(at: Buffers, slot, positions) -> None:
     """Zero the values of empty slots: those may hold NaN, and 0 x NaN is NaN."""
-    heads, slots, head_dim = at.values.shape[1:]
+    if not may_be_nan(at.values.form):
+        return
+    values = at.values.codes
+    (heads, slots, head_dim), is_float = values.shape[1:], jnp.issubdtype(values.dtype, jnp.floating)
+    wide = jnp.float32 if is_float else jnp.int32
     for first in range(0, slots, LANES):
         used = (positions[:, first : first + LANES] >= 0).astype(jnp.float32)
         used = jnp.broadcast_to(used, (LANES, LANES)).T > 0
 
         def of_head(head, _, first=first, used=used):
             for column in range(0, head_dim, LANES):
-                part = at.values.at[slot, head, pl.ds(first, LANES), pl.ds(column, LANES)]
-                part[...] = jnp.where(used, part[...].astype(jnp.float32), 0).astype(at.values.dtype)
+                part = values.at[slot, head, pl.ds(first, LANES), pl.ds(column, LANES)]
+                part[...] = jnp.where(used, part[...].astype(wide), 0).astype(values.dtype)
             return 0
 
         lax.fori_loop(0, heads, of_head, 0)
@@ -108,15 +119,21 @@ def attend_block(choices: Choices, at: Buffers, slot, tile: Tile, positions, row
         has_sinks: whether slots of sinks, seen by a query of their own, may be in the block.
     """
     visible, is_sink = visible_slots(choices, tile, positions, rows)
-    heads, slots = at.keys.shape[1:3]
-    together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows * slots <= _LOGITS_AT_ONCE))
+    heads, slots = at.keys.codes.shape[1:3]
+    together = _heads_together(at, heads, rows)
 
     def some_heads(i, _):
-        here = pl.ds(i * together, together)
-        keys, values = at.keys[slot, here], at.values[slot, here]
-        logits = _product(tile.q[0, here, :rows], keys, 2)
+        here, of_page = pl.ds(i * together, together), pl.ds(tile.head + i * together, together)
+        dtype = tile.q.dtype
+        keys = numbers_of(at.keys.codes[slot, here], at.keys, at.key_rows, of_page, dtype)
+        values = numbers_of(at.values.codes[slot, here], at.values, at.value_rows, of_page, dtype)
+
+        def logits_of(query):
+            return scale_logits(_product(query, keys, 2), query, at.keys, at.key_rows, of_page)
+
+        logits = logits_of(tile.q[0, here, :rows])
         if has_sinks:
-            logits = jnp.where(is_sink, _product(tile.sink_query[0, here, :rows], keys, 2), logits)
+            logits = jnp.where(is_sink, logits_of(tile.sink_query[0, here, :rows]), logits)
         logits = cap(logits, choices.scale, choices.soft_cap)
         if choices.has_logits:
             at.logits[here, :rows] = jnp.where(visible, logits / LOG2E, -jnp.inf)
@@ -126,10 +143,23 @@ def attend_block(choices: Choices, at: Buffers, slot, tile: Tile, positions, row
         shrink, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new)
         at.maximum[here, :rows] = new
         at.total[here, :rows] = at.total[here, :rows] * shrink + weights.sum(axis=2, keepdims=True)
+        weights, minima = scale_weights(weights, at.values, at.value_rows, of_page)
         at.acc[here, :rows] = at.acc[here, :rows] * shrink + _product(weights.astype(values.dtype), values, 1)
+        if at.values.form.num_scales == 2:
+            at.acc[here, :rows] += minima
         return 0
 
     lax.fori_loop(0, heads // together, some_heads, 0)
+
+
+def _heads_together(at: Buffers, heads: int, rows: int) -> int:
+    """A divisor of the heads whose logits, and numbers of quantised pages, are few enough to be computed together."""
+    slots, head_dim = at.keys.codes.shape[2], at.acc.shape[2]
+    is_quantized = at.keys.form.is_quantized or at.values.form.is_quantized
+    most = max(_LOGITS_AT_ONCE // (rows * slots), 1)
+    if is_quantized:
+        most = max(min(most, _NUMBERS_AT_ONCE // (slots * head_dim)), 1)
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
 
 def visible_slots(choices: Choices, tile: Tile, positions, rows: int):

@@ -11,14 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels.paged_attention.tpu_block import Buffers
+from kvjax.kernels.paged_attention.tpu_codes import Pages
 from kvjax.kernels.paged_attention.tpu_plan import FIRST, PAGES, SEQUENCE, Choices, Plan
 
 
 class Pool(NamedTuple):
     """What stays in HBM: the pool and the page table, or lists of pages in its form."""
 
-    keys: Any
-    values: Any
+    keys: Pages
+    values: Pages
     positions: Any
     table: Any
 
@@ -62,12 +63,17 @@ class Fetch:
 
         @pl.when(is_full)
         def _():
-            for of in (at.keys, at.values, at.positions):
+            for of in (*at.keys.arrays, *at.values.arrays, at.positions):
                 pltpu.make_async_copy(of.at[slot], of.at[slot], at.pages_in.at[slot]).wait()
 
         @pl.when(jnp.logical_not(is_full))
         def _():
             self._for_each_page(step, i, slot, lambda j: 0, lambda copy: copy.wait())
+
+    def first_head(self, step):
+        """The first of a step's KV heads among those of a page."""
+        slices = self._slices()
+        return 0 if slices == 1 else lax.rem(self._part(step)[0], slices) * self.choices.shape.heads
 
     def _part(self, step):
         """Slice of the heads that a step computes, and its tile."""
@@ -76,7 +82,7 @@ class Fetch:
 
     def _slices(self) -> int:
         """Slices of the heads of a page."""
-        return self.pool.keys.shape[1] // self.choices.shape.heads
+        return self.pool.keys.codes.shape[1] // self.choices.shape.heads
 
     def _for_each_piece(self, step, row, do) -> None:
         choices, plan, entries = self.choices, self.plan, self.pool.table.shape[-1]
@@ -99,15 +105,17 @@ class Fetch:
 
     def _for_each_page(self, step, i, slot, page_of, do) -> None:
         size, heads = self.choices.page_size, self.choices.shape.heads
-        pool, at = self.pool, self.at
-        slices = self._slices()
-        here = pl.ds(0 if slices == 1 else lax.rem(self._part(step)[0], slices) * heads, heads)
+        pool, at, scales = self.pool, self.at, self.at.keys.scales + self.at.values.scales
+        here = pl.ds(self.first_head(step), heads)
 
         def copy(j, _):
             page, there = page_of(j), pl.ds(pl.multiple_of(j * size, size), size)
             semaphore = at.pages_in.at[slot]
-            do(pltpu.make_async_copy(pool.keys.at[page, here], at.keys.at[slot, :, there], semaphore))
-            do(pltpu.make_async_copy(pool.values.at[page, here], at.values.at[slot, :, there], semaphore))
+            do(pltpu.make_async_copy(pool.keys.codes.at[page, here], at.keys.codes.at[slot, :, there], semaphore))
+            do(pltpu.make_async_copy(pool.values.codes.at[page, here], at.values.codes.at[slot, :, there], semaphore))
+            # Heads are rows of a tile, which copies cannot cut: the scales of all come along.
+            for source, target in zip(pool.keys.scales + pool.values.scales, scales, strict=True):
+                do(pltpu.make_async_copy(source.at[page], target.at[slot, j], semaphore))
             source, target = pool.positions.at[pl.ds(page, 1)], at.positions.at[slot, pl.ds(j, 1)]
             do(pltpu.make_async_copy(source, target, semaphore))
             return 0

@@ -29,6 +29,7 @@ from kvjax.kernels.paged_attention.tpu_block import (
     start_tile,
     zero_empty,
 )
+from kvjax.kernels.paged_attention.tpu_codes import Pages, read_scales
 from kvjax.kernels.paged_attention.tpu_fetch import Fetch, Pool
 from kvjax.kernels.paged_attention.tpu_plan import PAGES, PLACE, POSITION, START, TOKENS, Choices, Plan
 
@@ -40,12 +41,11 @@ BLOCKS, STEPS, FOLLOWING = range(3)
 
 def _kernel(*refs, choices: Choices) -> None:
     """One step of the grid."""
-    plan, q, pool, rest = Plan(*refs[:3]), refs[3], Pool(*refs[4:8]), list(refs[8:])
+    plan, q, pool, at, rest = Plan(*refs[:3]), refs[3], refs[4], refs[-1], list(refs[5:-1])
     sink_query = rest.pop(0) if choices.has_sink_query else None
     sink_logits = rest.pop(0) if choices.has_sink_logits else None
     out, lse = rest.pop(0), rest.pop(0)
     of_slots = rest.pop(0) if choices.has_logits else None
-    at = Buffers(*rest)
     fetch, end, number = Fetch(choices, plan, pool, at), plan.steps.shape[1], pl.program_id(1)
     step = pl.program_id(0) * plan.tiles.shape[1] + number
 
@@ -70,7 +70,7 @@ def _kernel(*refs, choices: Choices) -> None:
         pl.when(second < end)(lambda: fetch.start_ids(second, last_row))
         start_tile(at)
         of_tile = (plan.tiles[of, number] for of in (TOKENS, POSITION, START))
-        tile = Tile(q, sink_query, *of_tile, window=plan.limits[1])
+        tile = Tile(q, fetch.first_head(step), sink_query, *of_tile, window=plan.limits[1])
         blocks = pl.cdiv(plan.steps[PAGES, step], choices.shape.pages)
 
         def block(i, _):
@@ -99,6 +99,8 @@ def _kernel(*refs, choices: Choices) -> None:
 def _attend(choices: Choices, at: Buffers, tile: Tile, slot, live, i, is_last) -> None:
     """Attend to the block in a buffer, in one of few compiled forms."""
     positions = positions_of(at, slot, live)
+    read_scales(at.keys, at.key_rows, slot, positions >= 0)
+    read_scales(at.values, at.value_rows, slot, positions >= 0)
     if choices.is_listed:
         zero_empty(at, slot, positions)
     else:

@@ -121,7 +121,7 @@ def plan_steps(
     first_slot = ends - left[None]
     oldest_slot = jnp.maximum(first_slot - jnp.minimum(window - 1, first_slot), 0)
     first = jnp.maximum(jnp.maximum(firsts, oldest_slot // page_size), pinned)
-    end = -(-(first_slot + tokens[None]) // page_size)
+    end = jnp.minimum(-(-(first_slot + tokens[None]) // page_size), rows.end_page(ends, page_size))
     pages = jnp.minimum(end, pinned) + jnp.maximum(end - first, 0)
     if listed is not None:
         first, pages, ring = jnp.zeros_like(first), jnp.full_like(first, listed), jnp.int32(listed)

@@ -54,6 +54,12 @@ def paged_attention(
                 "give max_query_length=1, or no page_list"
             )
         pool = ListedPool(**vars(pool), page_list=page_list)
+    return attend(tokens, pool, queries, last_logits=last_logits, max_query_length=max_query_length)
+
+
+def attend(tokens: Tokens, pool: Pool, queries: Queries, *, last_logits: int, max_query_length: int) -> Attention:
+    """Attend every query token to what a pool shows of its sequence."""
+    q = tokens.q
     logits = empty_logits(pool, last_logits, q.shape[1])
     if max_query_length == 1:
         out, lse, logits = decode(tokens, pool, queries, num_rows=q.shape[0], tiles=logits)

@@ -42,7 +42,7 @@ def decode(
         part, tiles = _attend(tokens, pool, queries, sequence, pool.locate_pinned(sequence, used), tiles, sinks=True)
         done = _put_first(done, part, used)
     begin = jnp.zeros(num_rows, jnp.int32)
-    for slots in BLOCK_SLOTS:
+    for slots in () if pool.is_open else BLOCK_SLOTS:
         pages = max(1, slots // pool.page_size)
         is_last = slots == BLOCK_SLOTS[-1]
         if not is_last and pool.entries < pages:

@@ -98,6 +98,11 @@ class Pool:
         return False
 
     @property
+    def is_open(self) -> bool:
+        """Whether open pages are read, which take the pinned ones' place, and nothing else."""
+        return False
+
+    @property
     def first_page(self) -> Int32[Array, "groups seqs"]:
         first = self._of_layer(self.rows.first_page)
         return jnp.maximum(first, self.pinned) if self.pinned else first
@@ -113,7 +118,11 @@ class Pool:
     @property
     def held(self) -> Int32[Array, "groups seqs"]:
         """Pages behind the pinned ones."""
-        return -(-self.end_slot // self.page_size) - self.first_page
+        return self.end_page - self.first_page
+
+    @property
+    def end_page(self) -> Int32[Array, "groups seqs"]:
+        return self.rows.end_page(self.end_slot, self.page_size)
 
     def _of_layer(self, of_layers: Array) -> Array:
         return lax.dynamic_index_in_dim(of_layers, self.rows.layer, keepdims=False)
@@ -136,15 +145,14 @@ class Pool:
     def locate_pinned(self, sequence: Int32[Array, " n"], used: Bool[Array, " n"]) -> Pages:
         """All pinned pages of sequences, live where they hold a token and `used`."""
         logical = jnp.arange(self.pinned, dtype=jnp.int32)[None, None]
-        live = (logical < -(-self.end_slot[:, sequence] // self.page_size)[..., None]) & used[None, :, None]
+        live = (logical < self.end_page[:, sequence][..., None]) & used[None, :, None]
         return self.locate(sequence, jnp.broadcast_to(logical, live.shape), live)
 
     def locate_from(self, sequence: Int32[Array, " n"], page: Int32[Array, " n"], used, block: int) -> Pages:
         """`block` pages of sequences from their page `page` behind the pinned ones on, live where held and `used`."""
-        end_page = -(-self.end_slot // self.page_size)
         within = jnp.arange(block, dtype=jnp.int32)[None, None]
         logical = (self.first_page[:, sequence] + page[None])[..., None] + within
-        return self.locate(sequence, logical, (logical < end_page[:, sequence][..., None]) & used[None, :, None])
+        return self.locate(sequence, logical, (logical < self.end_page[:, sequence][..., None]) & used[None, :, None])
 
     def read_positions(self, pages: Pages) -> Int32[Array, "n groups slots"]:
         """Positions of all slots of pages, -1 for pages that are not live."""

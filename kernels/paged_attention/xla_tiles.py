@@ -73,12 +73,14 @@ def over_blocks[C](pool: Pool, queries: Queries, tile: Tile, body: Callable[[C, 
     if pool.pinned:
         pages = pool.locate_pinned(sequence[None], jnp.ones(1, bool))
         carry = body(carry, pool.view(pages, position, start, heads=tile.heads, sinks=True))
+    if pool.is_open:
+        return carry
     # Slots of the tokens of this step stand at the end of a row, so the tile's own are known from there.
     first_slot = pool.end_slot[:, sequence] - queries.lengths[sequence] + tile.offset
     # Rows of layers with a window have no holes, so slots are as far apart as positions.
     oldest = jnp.maximum(first_slot - jnp.minimum(pool.window - 1, first_slot), 0) // size
     first_page = jnp.maximum(pool.first_page[:, sequence], jnp.where(pool.window <= first_slot, oldest, 0))
-    end_page = -(-(first_slot + tile.count) // size)
+    end_page = jnp.minimum(-(-(first_slot + tile.count) // size), pool.end_page[:, sequence])
     count = max(1, BLOCK_SLOTS // size)
 
     def step(state):
