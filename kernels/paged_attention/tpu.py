@@ -7,11 +7,15 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.formats import FORMATS, Stored
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.limits import Limits
 from kvjax.kernels.paged_attention.tiles import Tiles, tiles_of
+from kvjax.kernels.paged_attention.tpu_codes import Pages
+from kvjax.kernels.paged_attention.tpu_fetch import Pool
 from kvjax.kernels.paged_attention.tpu_kernel import attend_tiles
 from kvjax.kernels.paged_attention.tpu_logits import slot_logits
 from kvjax.kernels.paged_attention.tpu_plan import LANES, Choices, Shape, plan_steps, table_of
@@ -20,6 +24,8 @@ HEAD_DIMS = (128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("bfloat16", "float32")
 MOST_HEADS = 16  # query heads of a KV head
+LEAST_PAGE_OF_BYTES = 32  # of codes of 8 bits: rows of a tile of memory
+LEAST_PAGE_OF_INT4 = 64  # of codes of 4 bits: smaller pages have scales too large to be copied
 MOST_ENTRIES = 1 << 15  # of a row of the page table: three rows take 384 KB of 1 MB of scalar memory
 MOST_STEPS = 1 << 14
 _BLOCK_BYTES = 1 << 20  # of keys and values, enough to hide the latency of a copy behind the one before
@@ -27,18 +33,39 @@ _TILE_ELEMENTS = 1 << 18  # of a tile's queries
 _ROWS = 256  # of a tile: intensity as high as the chips' operations for a byte of HBM
 
 
-refuses = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS).refuses
+_KEYS = tuple(name for name, form in FORMATS.items() if form.is_quantized)
+_VALUES = tuple(name for name in _KEYS if not FORMATS[name].is_per_channel)
+_LIMITS = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS, _KEYS, _VALUES)
+
+
+def refuses(*, head_dim: int, page_size: int, key_format: str, value_format: str, **call: Any) -> str | None:
+    """Say why the kernel cannot serve a call, or None if it can; see `Limits.refuses`."""
+    stored = dict(key_format=key_format, value_format=value_format)
+    reason = _LIMITS.refuses(head_dim=head_dim, page_size=page_size, **stored, **call)
+    if reason is not None:
+        return reason
+    for name in stored.values():
+        form = FORMATS[name]
+        least = (LEAST_PAGE_OF_INT4 if form.per_code == 2 else LEAST_PAGE_OF_BYTES) if form.is_quantized else 1
+        if head_dim // form.per_code < LANES:
+            return f"head_dim {head_dim} of {name} takes {head_dim // form.per_code} bytes, less than {LANES} lanes"
+        if page_size < least:
+            return f"page_size {page_size} of {name} is less than {least}"
+    return None
 
 
 def shape_of(
-    heads_per_group: int, query_heads: int, page_size: int, head_dim: int, itemsize: int, *, is_decode: bool
+    heads_per_group: int, query_heads: int, page_size: int, head_dim: int, slot_bytes: int, *, is_decode: bool
 ) -> Shape:
-    """Choose steps and blocks that fill about 10 MB of vector memory, and tiles that use the matrix unit."""
+    """Choose steps and blocks that fill about 10 MB of vector memory, and tiles that use the matrix unit.
+
+    `slot_bytes` are those of a key and a value as they are stored, without scales.
+    """
     tile_tokens = 1 if is_decode else _ROWS // query_heads
     rows = -(-tile_tokens * query_heads // 8) * 8
-    most = min(_TILE_ELEMENTS // (rows * head_dim), 4 * _BLOCK_BYTES // (2 * LANES * head_dim * itemsize))
+    most = min(_TILE_ELEMENTS // (rows * head_dim), 4 * _BLOCK_BYTES // (LANES * slot_bytes))
     heads = max(n for n in range(1, heads_per_group + 1) if heads_per_group % n == 0 and n <= most)
-    slots = _BLOCK_BYTES // (2 * heads * head_dim * itemsize)
+    slots = _BLOCK_BYTES // (heads * slot_bytes)
     # A tile of many rows has logits enough with fewer slots.
     slots = min(max(slots // LANES, 1), 8 if is_decode else 2) * LANES
     return Shape(heads, slots // page_size, tile_tokens)
@@ -46,8 +73,8 @@ def shape_of(
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Float[Array, "pages heads_per_group page_size head_dim"],
-    values: Float[Array, "pages heads_per_group page_size head_dim"],
+    keys: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
+    values: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
     positions: Int32[Array, "pages page_size"],
     rows: Rows,
     queries: Queries,
@@ -65,6 +92,7 @@ def paged_attention(
     """Attend every query token to the visible slots of its sequence; see `reference.paged_attention`.
 
     Args:
+        keys, values: where keys are per channel, every page that is read is full (`Rows.full_only`).
         last_logits: in a prefill they cost a launch of their own, for the last queries alone.
         max_query_length: static bound of `queries.lengths`; 1 chooses tiles of one token.
         shape: static choices, `shape_of` by default.
@@ -74,11 +102,13 @@ def paged_attention(
 
     Raises: NotImplementedError for what the kernel cannot serve.
     """
-    in_group, is_decode = keys.shape[1], max_query_length == 1
+    keys, values = Stored.of(keys), Stored.of(values)
+    (_, in_group, page_size, _), is_decode = keys.codes.shape, max_query_length == 1
     kv_heads, num_tokens, seqs = in_group * rows.page_table.shape[1], q.shape[0], queries.lengths.shape[0]
-    heads, head_dim, page_size, itemsize = q.shape[1] // kv_heads, q.shape[2], keys.shape[2], keys.dtype.itemsize
+    heads, head_dim = q.shape[1] // kv_heads, q.shape[2]
+    slot_bytes = sum(of.codes.shape[3] * of.codes.dtype.itemsize for of in (keys, values))
     steps_heads = in_group if page_list is None else 1
-    shape = shape or shape_of(steps_heads, heads, page_size, head_dim, itemsize, is_decode=is_decode)
+    shape = shape or shape_of(steps_heads, heads, page_size, head_dim, slot_bytes, is_decode=is_decode)
     tiles = None if is_decode else tiles_of(queries, num_tokens, shape.tile_tokens)
     entries, num_tiles = (rows.page_table if page_list is None else page_list).shape[-1], seqs
     if tiles is not None:
@@ -87,8 +117,8 @@ def paged_attention(
         head_dim=head_dim,
         page_size=page_size,
         dtype=str(q.dtype),
-        key_format=str(keys.dtype),
-        value_format=str(values.dtype),
+        key_format=keys.form.name,
+        value_format=values.form.name,
         heads_per_kv_head=heads,
     )
     reason = reason or _refuses_sizes(
@@ -135,7 +165,7 @@ def _launch(
     `tokens` holds the queries, and those for sinks if there are any: [places, tokens of a tile, heads, head_dim].
     """
     (keys, values, positions), (table, layer, piece) = pool, table_of(rows, page_list)
-    in_group, page_size, _ = keys.shape[1:]
+    in_group, page_size, _ = keys.codes.shape[1:]
     kv_heads, has_logits, is_listed = (
         in_group * rows.page_table.shape[1],
         last_logits > 0 and tiles is None,
@@ -155,8 +185,9 @@ def _launch(
     if sink_logits is not None:
         of_heads = sink_logits.astype(jnp.float32).reshape(kv_heads, heads)
         sink_logits = jnp.tile(of_heads, (1, -(-num_rows // heads)))[:, :num_rows, None]
+    in_hbm = Pool(_pages(keys), _pages(values), positions, table)
     out, lse, logits = attend_tiles(
-        q, keys, values, positions, table, plan, sink_query[0] if sink_query else None, sink_logits, choices, interpret
+        q, in_hbm, plan, sink_query[0] if sink_query else None, sink_logits, choices, interpret
     )
     if logits is not None:
         logits = slot_logits(
@@ -164,6 +195,12 @@ def _launch(
             pinned=choices.pinned, page_size=page_size, query_heads=heads, last=last_logits,
         )  # fmt: skip
     return out, lse, logits
+
+
+def _pages(stored: Stored) -> Pages:
+    """Pages as the kernel takes them: Mosaic knows no float16."""
+    bits = (lax.bitcast_convert_type(of, jnp.uint16) if of.dtype == jnp.float16 else of for of in stored.scales)
+    return Pages(stored.codes, tuple(bits), stored.form)
 
 
 def _tile_rows(tokens: Array, kv_heads: int, num_rows: int):

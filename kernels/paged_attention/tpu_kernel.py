@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from kvjax.kernels.paged_attention.tpu_block import (
     Buffers,
@@ -133,10 +133,7 @@ def _next_with_work(plan: Plan, step):
 
 def attend_tiles(
     q: Float[Array, "places kv_heads rows head_dim"],
-    keys: Float[Array, "pages heads_per_group page_size head_dim"],
-    values: Float[Array, "pages heads_per_group page_size head_dim"],
-    positions: Int32[Array, "pages page_size"],
-    table: Int32[Array, "layers groups seqs entries"],
+    pool: Pool,
     plan: Plan,
     sink_query: Float[Array, "places kv_heads rows head_dim"] | None,
     sink_logits: Float32[Array, "kv_heads rows 1"] | None,
@@ -150,15 +147,14 @@ def attend_tiles(
 
     Args:
         q: unscaled queries, a row is a token and one of its query heads.
-        keys, values, positions: as for `reference.paged_attention`; never copied.
-        table: the page table of all layers, or lists of pages in its form.
+        pool: what stays in HBM; codes are never copied.
         plan: the steps.
         sink_query, sink_logits: in rows like those of `q`.
         choices: what is static.
         interpret: `pltpu.InterpretParams` to run without a TPU.
     """
     _, kv_heads, num_rows, head_dim = q.shape
-    heads, stages, pages = choices.shape.heads, choices.shape.stages, choices.shape.pages
+    heads = choices.shape.heads
 
     def of_tile(width: int):
         return pl.BlockSpec(
@@ -171,28 +167,13 @@ def attend_tiles(
         (sink_logits, pl.BlockSpec((heads, num_rows, 1), lambda part, tile, *_: (part, 0, 0))),
     ]
     optional = [(array, spec) for array, spec in optional if array is not None]
-    slots, steps = pages * choices.page_size, plan.steps.shape[1]
-    block = (stages, heads, slots, head_dim)
-    buffers = Buffers(
-        keys=pltpu.VMEM(block, keys.dtype),
-        values=pltpu.VMEM(block, values.dtype),
-        positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
-        ids=pltpu.SMEM((_ROWS_OF_IDS, table.shape[-1]), jnp.int32),
-        acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
-        maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-        total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
-        state=pltpu.SMEM((3,), jnp.int32),
-        pages_in=pltpu.SemaphoreType.DMA((stages,)),
-        ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
-        logits=pltpu.VMEM((heads, num_rows, slots), jnp.float32) if choices.has_logits else None,
-        logits_out=pltpu.SemaphoreType.DMA if choices.has_logits else None,
-    )
     outs = [
         (jax.ShapeDtypeStruct(q.shape, q.dtype), of_tile(head_dim)),
         (jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32), of_tile(1)),
     ]
     if choices.has_logits:
-        of_slots = (steps, pl.cdiv(table.shape[-1], pages), heads, num_rows, slots)
+        pages, steps = choices.shape.pages, plan.steps.shape[1]
+        of_slots = (steps, pl.cdiv(pool.table.shape[-1], pages), heads, num_rows, pages * choices.page_size)
         outs.append((jax.ShapeDtypeStruct(of_slots, jnp.float32), in_hbm))
     out, lse, *logits = pl.pallas_call(
         functools.partial(_kernel, choices=choices),
@@ -200,12 +181,43 @@ def attend_tiles(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(kv_heads // heads, plan.tiles.shape[1]),
-            in_specs=[of_tile(head_dim), in_hbm, in_hbm, in_hbm, in_hbm, *(spec for _, spec in optional)],
+            in_specs=[of_tile(head_dim), jax.tree.map(lambda _: in_hbm, pool), *(spec for _, spec in optional)],
             out_specs=[spec for _, spec in outs],
-            scratch_shapes=[buffer for buffer in buffers if buffer is not None],
+            scratch_shapes=[_buffers(choices, pool, num_rows, head_dim)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=False if interpret is None else interpret,
         name="paged_attention_tpu",
-    )(plan.steps, plan.tiles, plan.limits, q, keys, values, positions, table, *(array for array, _ in optional))
+    )(plan.steps, plan.tiles, plan.limits, q, pool, *(array for array, _ in optional))
     return out, lse, logits[0] if logits else None
+
+
+def _buffers(choices: Choices, pool: Pool, num_rows: int, head_dim: int) -> Buffers:
+    """The kernel's memory, for tiles of `num_rows` rows."""
+    heads, stages, pages = choices.shape.heads, choices.shape.stages, choices.shape.pages
+    slots = pages * choices.page_size
+
+    def of_pages(stored: Pages) -> Pages:
+        scales = tuple(pltpu.VMEM((stages, pages, *of.shape[1:]), of.dtype) for of in stored.scales)
+        return Pages(pltpu.VMEM((stages, heads, slots, stored.codes.shape[3]), stored.codes.dtype), scales, stored.form)
+
+    def rows_of(stored: Pages) -> tuple[Any, ...]:
+        row = (pages, 1, head_dim) if stored.form.is_per_channel else (1, slots)
+        return tuple(pltpu.VMEM((stored.codes.shape[1], *row), jnp.float32) for _ in stored.scales)
+
+    return Buffers(
+        keys=of_pages(pool.keys),
+        values=of_pages(pool.values),
+        positions=pltpu.VMEM((stages, pages, choices.page_size), jnp.int32),
+        ids=pltpu.SMEM((_ROWS_OF_IDS, pool.table.shape[-1]), jnp.int32),
+        acc=pltpu.VMEM((heads, num_rows, head_dim), jnp.float32),
+        maximum=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+        total=pltpu.VMEM((heads, num_rows, 1), jnp.float32),
+        state=pltpu.SMEM((3,), jnp.int32),
+        pages_in=pltpu.SemaphoreType.DMA((stages,)),
+        ids_in=pltpu.SemaphoreType.DMA((_ROWS_OF_IDS,)),
+        key_rows=rows_of(pool.keys),
+        value_rows=rows_of(pool.values),
+        logits=pltpu.VMEM((heads, num_rows, slots), jnp.float32) if choices.has_logits else None,
+        logits_out=pltpu.SemaphoreType.DMA if choices.has_logits else None,
+    )

@@ -88,7 +88,12 @@ def _row(shape: AttentionShape, target: str, compiled: Any, elements: int) -> di
     call = next(line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line)
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', call)
     chosen = tpu.shape_of(
-        shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size, shape.head_dim, 2, is_decode=shape.queries == 1
+        shape.kv_heads,
+        shape.heads // shape.kv_heads,
+        shape.page_size,
+        shape.head_dim,
+        4 * shape.head_dim,
+        is_decode=shape.queries == 1,
     )
     row = dict(
         kernel=shape.kernel,

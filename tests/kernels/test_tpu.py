@@ -233,7 +233,7 @@ def test_steps_too_many_for_scalar_memory_are_refused():
 def test_chosen_shapes_divide_pages_and_fit(is_decode):
     choices = itertools.product([1, 2, 6, 8, 32], [1, 3, 4, 16], tpu.PAGE_SIZES, tpu.HEAD_DIMS, [2, 4])
     for in_group, query_heads, size, dim, itemsize in choices:
-        shape = tpu.shape_of(in_group, query_heads, size, dim, itemsize, is_decode=is_decode)
+        shape = tpu.shape_of(in_group, query_heads, size, dim, 2 * dim * itemsize, is_decode=is_decode)
         rows = -(-shape.tile_tokens * query_heads // 8) * 8
         assert in_group % shape.heads == 0 and shape.pages * size % 128 == 0
         block = 2 * shape.stages * shape.heads * shape.pages * size * dim * itemsize
