@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import candidates
 from kvjax.kernels.formats import rotate
 from kvjax.kernels.paged_attention import Queries, Rows, reference
-from kvjax.kernels.write_pages import write_stored
+from kvjax.kernels.write_pages import write_full_pages, write_stored
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
 from kvjax.step import Step
@@ -76,14 +77,13 @@ def attend(
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
     cache = _write(cache, step, layer, k, v, names[0])
-    is_rotated = cache.spec.form.is_rotated
-    q = rotate(q) if is_rotated else q
+    q = rotate(q) if cache.spec.key_form.is_rotated else q
     arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
-    out = _run_first(names, arguments, options, step.plan)
-    return rotate(out) if is_rotated else out, cache
+    out = _run_first(names, arguments, cache.open_keys, options, step.plan)
+    return rotate(out) if cache.spec.value_form.is_rotated else out, cache
 
 
 def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
@@ -107,8 +107,9 @@ def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str
         return step
     from kvjax.kernels.paged_attention import hopper
 
+    rows = dataclasses.replace(_rows(cache, step, 0), full_only=spec.key_form.is_per_channel)
     plan = hopper.plan(
-        _rows(cache, step, 0), _queries(cache, step), num_tokens=step.sequence.shape[0], heads=query_heads,
+        rows, _queries(cache, step), num_tokens=step.sequence.shape[0], heads=query_heads,
         head_dim=spec.head_dim, heads_per_group=spec.heads_per_group, page_size=spec.page_size,
         max_query_length=step.max_query_length,
     )  # fmt: skip
@@ -148,21 +149,30 @@ def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
     """Store keys and values in the slots that the step has for them in this layer."""
     spec = cache.spec
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
-    rows = [new.reshape(shape).swapaxes(0, 1) for new in (k, v)]
-    if implementation == "hopper":
+    new_keys, new_values = (new.reshape(shape).swapaxes(0, 1) for new in (k, v))
+    (keys, values), open_keys = cache.stored, cache.open_keys
+    where = step.writes.of_layer(layer)
+    if implementation == "hopper" and not spec.is_quantized:
         from kvjax.kernels import write_pages_hopper
 
-        writes, layer = step.writes, jnp.asarray(layer, jnp.int32)
-        where = (writes.pages, writes.first_tokens, writes.begins, writes.ends)
-        keys, values = write_pages_hopper.write_pages((cache.keys, cache.values), tuple(rows), *where, layer)
-        cache = dataclasses.replace(cache, keys=keys, values=values)
+        writes = step.writes
+        codes = write_pages_hopper.write_pages(
+            (keys.codes, values.codes), (new_keys, new_values), writes.pages, writes.first_tokens, writes.begins,
+            writes.ends, jnp.asarray(layer, jnp.int32),
+        )  # fmt: skip
+        keys, values = (dataclasses.replace(of, codes=new) for of, new in zip((keys, values), codes, strict=True))
     else:
-        where = step.writes.of_layer(layer)
-        keys, values = (write_stored(pages, new, *where) for pages, new in zip(cache.stored, rows, strict=True))
-        cache = dataclasses.replace(
-            cache, keys=keys.codes, values=values.codes, key_scales=keys.scales, value_scales=values.scales
-        )
-    if spec.debug or spec.form.is_quantized:
+        values = write_stored(values, new_values, *where)
+        if open_keys is None:
+            keys = write_stored(keys, new_keys, *where)
+        else:
+            place = (jnp.asarray(layer, jnp.int32), step.writes.sequence[layer])
+            keys, open_keys = write_full_pages(keys, open_keys, new_keys, *place, *where)
+    cache = dataclasses.replace(
+        cache, keys=keys.codes, values=values.codes, key_scales=keys.scales, value_scales=values.scales,
+        open_keys=open_keys,
+    )  # fmt: skip
+    if spec.debug or spec.is_quantized:
         finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
         cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())
     return cache
@@ -180,34 +190,46 @@ def _queries(cache: Cache, step: Step) -> Queries:
     return Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
 
 
-def _run_first(names: list[str], arguments, options: dict[str, Any], plan) -> Array:
+def _run_first(names: list[str], arguments, open_keys: Array | None, options: dict[str, Any], plan) -> Array:
     """Attend by the first implementation that takes the call."""
     *others, last = names
     for name in others:
         # What only the call tells may still be too much for a kernel; then the next one serves it.
         with contextlib.suppress(NotImplementedError):
-            return _run(name, arguments, options, plan)
-    return _run(last, arguments, options, plan)
+            return _run(name, arguments, open_keys, options, plan)
+    return _run(last, arguments, open_keys, options, plan)
 
 
-def _run(name: str, arguments, options: dict[str, Any], plan) -> Array:
+def _run(name: str, arguments, open_keys: Array | None, options: dict[str, Any], plan) -> Array:
     """Attend by the implementation of that name."""
-    q, keys, values, *rest = arguments
+    if name == "reference":
+        return _on_host(arguments, open_keys, options)
     if name == "hopper":
         from kvjax.kernels.paged_attention import hopper
 
-        return hopper.paged_attention(q, keys.codes, values.codes, *rest, plan=plan, **options).out
-    if name == "tpu":
+        backend = functools.partial(hopper.paged_attention, plan=plan)
+    elif name == "tpu":
         from kvjax.kernels.paged_attention import tpu
 
-        return tpu.paged_attention(q, keys.codes, values.codes, *rest, **options).out
-    if name == "xla":
+        backend = tpu.paged_attention
+    else:
         from kvjax.kernels.paged_attention import xla
 
-        return xla.paged_attention(*arguments, **options).out
+        backend = xla.paged_attention
+    if open_keys is None:
+        return backend(*arguments, **options).out
+    from kvjax.kernels.paged_attention import open_pages
+
+    return open_pages.paged_attention(backend, *arguments, open_keys, **options).out
+
+
+def _on_host(arguments, open_keys: Array | None, options: dict[str, Any]) -> Array:
+    """Attend by the definition."""
+    q = arguments[0]
     static = {name: options[name] for name in ("scale", "soft_cap")}
 
-    def on_host(arguments, sink_logits):
-        return np.asarray(reference.paged_attention(*arguments, sink_logits=sink_logits, **static).out, q.dtype)
+    def attend(arguments, given):
+        return np.asarray(reference.paged_attention(*arguments, **given, **static).out, q.dtype)
 
-    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, options["sink_logits"])
+    given = dict(sink_logits=options["sink_logits"], open_keys=open_keys)
+    return jax.pure_callback(attend, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, given)

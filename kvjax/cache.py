@@ -65,7 +65,9 @@ class Cache:
         keys, values: [pages, heads_per_group, page_size, head_dim] in the page format, codes in quantised ones; keys
             are rotated by position.
         key_scales, value_scales: float [pages, heads_per_group, page_size] each: none, the scale of each vector, or
-            its scale and minimum.
+            its scale and minimum; [pages, heads_per_group, head_dim] where these are of the channels of a page.
+        open_keys: bfloat16 [layers, groups, seqs, heads_per_group, page_size, head_dim], for formats that are per
+            channel: keys of every row's open page, which has codes only when it is full. None for others.
         positions: int32 [pages, page_size], position of the token in each slot, -1 where empty.
         page_span: int32 [pages, 2], least and greatest position of a page, EMPTY_SPAN where it holds none.
         page_table: int32 [layers, groups, seqs, pages_per_seq], 0 where there is no page.
@@ -77,10 +79,11 @@ class Cache:
         spec: the static description.
     """
 
-    keys: Shaped[Array, "pages heads_per_group page_size width"]
-    values: Shaped[Array, "pages heads_per_group page_size width"]
-    key_scales: tuple[Float[Array, "pages heads_per_group page_size"], ...]
+    keys: Shaped[Array, "pages heads_per_group page_size key_width"]
+    values: Shaped[Array, "pages heads_per_group page_size value_width"]
+    key_scales: tuple[Float[Array, "pages heads_per_group vectors"], ...]
     value_scales: tuple[Float[Array, "pages heads_per_group page_size"], ...]
+    open_keys: Float[Array, "layers groups seqs heads_per_group page_size head_dim"] | None
     positions: Int32[Array, "pages page_size"]
     page_span: Int32[Array, "pages 2"]
     page_table: Int32[Array, "layers groups seqs pages_per_seq"]
@@ -100,8 +103,8 @@ class Cache:
     @property
     def stored(self) -> tuple[Stored, Stored]:
         """Keys and values as kernels take them."""
-        form = self.spec.form
-        return Stored(self.keys, self.key_scales, form), Stored(self.values, self.value_scales, form)
+        keys = Stored(self.keys, self.key_scales, self.spec.key_form)
+        return keys, Stored(self.values, self.value_scales, self.spec.value_form)
 
     def map_pool(self, function: Callable[[Array], Array]) -> Cache:
         """Apply a function to every array that holds keys, values or their scales, by page."""

@@ -66,7 +66,8 @@ def _refusal(implementation: str, spec: CacheSpec, query_heads: int, dtype: str,
         return None
     words = device.upper().replace("-", " ").split()
     shape: dict[str, Any] = dict(
-        head_dim=spec.head_dim, page_size=spec.page_size, dtype=dtype, key_format=spec.format, value_format=spec.format,
+        head_dim=spec.head_dim, page_size=spec.page_size, dtype=dtype, key_format=spec.key_form.name,
+        value_format=spec.value_form.name,
         heads_per_kv_head=query_heads // spec.num_kv_heads,
     )  # fmt: skip
     if implementation == "hopper":

@@ -22,15 +22,17 @@ class Writes:
         pages: ids, 0 for padding.
         first_tokens: place of the first packed token of each page.
         begins, ends: the slots that receive tokens.
+        sequence: whose page it is.
     """
 
     pages: Int32[Array, "layers groups touched"]
     first_tokens: Int32[Array, "layers groups touched"]
     begins: Int32[Array, "layers groups touched"]
     ends: Int32[Array, "layers groups touched"]
+    sequence: Int32[Array, "layers groups touched"]
 
     def of_layer(self, layer) -> tuple[Array, Array, Array, Array]:
-        """The four arrays of one layer, which may be traced."""
+        """The first four arrays, of one layer, which may be traced."""
         return self.pages[layer], self.first_tokens[layer], self.begins[layer], self.ends[layer]
 
 
@@ -129,4 +131,6 @@ def writes_of(cache: Cache, lengths, starts, touched: Touched, ids) -> Writes:
     of_owner = lambda per_sequence: per_sequence.at[touched.sequence].get(mode="promise_in_bounds")  # noqa: E731
     ahead = touched.page * size - of_rows(cache.next_slot, touched.sequence)
     first_token = of_owner(starts) + jnp.maximum(ahead, 0)
-    return Writes(ids, first_token, jnp.maximum(-ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size))
+    return Writes(
+        ids, first_token, jnp.maximum(-ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size), touched.sequence
+    )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int32, Integer
 from kvjax import pages
 from kvjax.arguments import integers
 from kvjax.cache import POSITION_END, Cache, Status, raise_status, ring_of
+from kvjax.kernels.formats import decode
 from kvjax.placement import entry_ids, set_positions
 from kvjax.step import drop_pages, first_needed_page, scrub
 
@@ -52,7 +53,7 @@ def _select(ok: Bool[Array, ""], new, old):
 
 
 def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[Array, ""]]:
-    """Make each target sequence a copy of its source: full pages are shared, open pages are copied.
+    """Make each target sequence a copy of its source: full pages are shared, open pages and their keys are copied.
 
     All sources are read before any target is written, so permutations are allowed; what a target held is released.
     All or nothing.
@@ -100,6 +101,7 @@ def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[
         page_table=cache.page_table.at[:, :, target].set(jnp.where(ok, rows, old_rows)),
         first=moved_rows(cache.first, 2),
         next_slot=moved_rows(cache.next_slot, 2),
+        open_keys=jax.tree.map(lambda of_rows: moved_rows(of_rows, 2), cache.open_keys),
         next_position=moved_rows(cache.next_position, 0),
         start_position=moved_rows(cache.start_position, 0),
         allocator=allocator,
@@ -131,17 +133,26 @@ def release(cache: Cache, sequences: Integers) -> Cache:
         next_position=jnp.where(released, 0, cache.next_position),
         start_position=jnp.where(released, 0, cache.start_position),
         allocator=allocator,
+        open_keys=_scrub_open(cache, released),
         status=status,
     )
     return raise_status(scrub(cache, freed), Status.BAD_SEQUENCE, ~inside)
 
 
+def _scrub_open(cache: Cache, released: Bool[Array, " seqs"]):
+    """Zero the keys of open pages of sequences, if the spec asks for it."""
+    if not cache.spec.scrub_on_free:
+        return cache.open_keys
+    return jax.tree.map(lambda of: jnp.where(released[None, None, :, None, None, None], 0, of), cache.open_keys)
+
+
 def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
     """Keep the first `lengths` tokens of sequences and return the pages that become empty.
 
-    A page that becomes open again and is shared is copied first. All or nothing: TRUNCATE_REFUSED is set and nothing
-    changes if a window has passed tokens that would be visible again (see `CacheSpec.rollback`), a length is negative,
-    an id is out of range or repeated, or a copy finds no free page. A length beyond the sequence keeps all of it.
+    A page that becomes open again and is shared is copied first; where keys have scales per channel, those of the page
+    are decoded, and coded anew when it is full. A length beyond the sequence keeps all of it. All or nothing:
+    TRUNCATE_REFUSED is set and nothing changes if a window has passed tokens that would be visible again (see
+    `CacheSpec.rollback`), a length is negative, an id is out of range or repeated, or a copy finds no free page.
 
     Raises: InputError for ids or lengths of the wrong shape or kind.
     """
@@ -177,17 +188,30 @@ def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
     positions = jnp.where(slots < after[..., None], cache.positions[opened], -1)
     source = jnp.where(ok, opened, 0).reshape(-1)
     truncated = _copy_pages(cache, source, kept_page.reshape(-1), positions.reshape(-1, spec.page_size))
+    reopened = ok & is_open.any(-1) & (after // spec.page_size < before // spec.page_size)
     new_rows = jnp.where(emptied, 0, jnp.where(is_open, kept_page[..., None], rows))
     truncated = dataclasses.replace(
         truncated,
         page_table=cache.page_table.at[:, :, sequences].set(jnp.where(ok, new_rows, rows)),
         next_slot=cache.next_slot.at[:, :, sequences].set(jnp.where(ok, after, before)),
+        open_keys=_reopen(cache, sequences, opened, reopened),
         next_position=cache.next_position.at[sequences].add(jnp.where(ok, -removed, 0)),
         allocator=allocator,
         status=status,
     )
     truncated = scrub(truncated, jnp.where(ok & ~(freed[:, None] == copies.reshape(-1)[None]).any(1), freed, 0))
     return raise_status(truncated, Status.TRUNCATE_REFUSED, ~ok)
+
+
+def _reopen(cache: Cache, sequences, ids: Int32[Array, "layers groups n"], reopened: Bool[Array, "layers groups n"]):
+    """Open keys of sequences whose full page `ids` is open again: what its codes stand for."""
+    if cache.open_keys is None:
+        return None
+    keys = cache.stored[0]
+    taken = jax.tree.map(lambda pool: pool.at[ids].get(mode="promise_in_bounds"), (keys.codes, keys.scales))
+    decoded = decode(*taken, keys.form).astype(cache.open_keys.dtype)
+    kept = jnp.where(reopened[..., None, None, None], decoded, cache.open_keys[:, :, sequences])
+    return cache.open_keys.at[:, :, sequences].set(kept)
 
 
 def share(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.kernels.formats import Format
 from kvjax.spec import CacheSpec, pages_for
 
 # What holds keys and values.
@@ -16,10 +17,12 @@ POOL = ("keys", "values", "key_scales", "value_scales")
 
 def cache_shapes(spec: CacheSpec) -> dict[str, Any]:
     """Return shape and dtype of every array of a cache, or of a tuple of arrays, by name."""
-    slots, form = (spec.num_pages, spec.heads_per_group, spec.page_size), spec.form
     rows = (spec.num_layers, spec.groups, spec.max_seqs)
-    codes = jax.ShapeDtypeStruct((*slots, spec.head_dim // form.per_code), spec.dtype)
-    scales = (jax.ShapeDtypeStruct(slots, jnp.dtype(form.scale_dtype)),) * form.num_scales
+    (keys, key_scales), (values, value_scales) = _stored(spec, spec.key_form), _stored(spec, spec.value_form)
+    open_keys = None
+    if spec.key_form.is_per_channel:
+        shape = (*rows, spec.heads_per_group, spec.page_size, spec.head_dim)
+        open_keys = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
     integers = {
         "positions": (spec.num_pages, spec.page_size),
         "page_span": (spec.num_pages, 2),
@@ -34,7 +37,16 @@ def cache_shapes(spec: CacheSpec) -> dict[str, Any]:
         "status": (),
     }
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.dtype("int32")) for name, shape in integers.items()}
-    return dict(keys=codes, values=codes, key_scales=scales, value_scales=scales) | shapes
+    pool = dict(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+    return pool | dict(open_keys=open_keys) | shapes
+
+
+def _stored(spec: CacheSpec, form: Format) -> tuple[jax.ShapeDtypeStruct, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Codes and scales of all pages."""
+    pages = (spec.num_pages, spec.heads_per_group)
+    codes = jax.ShapeDtypeStruct((*pages, spec.page_size, spec.head_dim // form.per_code), jnp.dtype(form.dtype))
+    vectors = spec.head_dim if form.is_per_channel else spec.page_size
+    return codes, (jax.ShapeDtypeStruct((*pages, vectors), jnp.dtype(form.scale_dtype)),) * form.num_scales
 
 
 def _bytes(*arrays: Any) -> int:
@@ -65,3 +77,14 @@ def most_pages(spec: CacheSpec, tokens: int) -> int:
     return spec.groups * sum(
         min(full, ring) if window else full for ring, window in zip(spec.rings, spec.layer_windows, strict=True)
     )
+
+
+def token_bytes(spec: CacheSpec) -> float:
+    """Bytes that a token takes in full pages of all layers: keys, values, scales and its share of per-page arrays."""
+    return page_bytes(spec) * spec.num_layers * spec.groups / spec.page_size
+
+
+def sequence_bytes(spec: CacheSpec, tokens: int) -> int:
+    """Bytes of what a sequence of `tokens` tokens holds: its pages and, for keys per channel, its open ones."""
+    open_keys = cache_shapes(spec)["open_keys"]
+    return most_pages(spec, tokens) * page_bytes(spec) + _bytes(open_keys) // spec.max_seqs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import InputError, shown, whole_number
@@ -20,17 +19,36 @@ _ALIASES = {
     "fp8": "fp8_e4m3", "fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8",
     "int4_per_token_head": "int4_hadamard",
 }  # fmt: skip
+# Names that stand for one format of keys and another of values, the best of those measured (docs/formats.md).
+_PAIRS = {"int4": ("int4_per_channel", "int4_hadamard")}
+_FORMATS_OF = {
+    "format": tuple(name for name, form in FORMATS.items() if not form.is_per_channel) + tuple(_PAIRS),
+    "key_format": (*FORMATS, *_PAIRS),
+    "value_format": tuple(name for name, form in FORMATS.items() if not form.is_per_channel) + tuple(_PAIRS),
+}
 
 
-def canonical_format(name: str) -> str:
+def canonical_format(name: str, of: str = "format") -> str:
     """Return the page format that `name` or its alias (vLLM's names) stands for.
+
+    Args:
+        name: a format, or an alias.
+        of: what it is the format of: "format" (keys and values), "key_format" or "value_format".
+
+    Raises: InputError for a name that is no such format.
+    """
+    format_name = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if format_name not in _FORMATS_OF[of]:
+        raise InputError(f"{of} {shown(name)} is not a page format: choose one of {', '.join(_FORMATS_OF[of])}")
+    return format_name
+
+
+def best_page_size(name: str) -> int:
+    """Return the page size that suits a format: larger where the channels of a page share their scales.
 
     Raises: InputError for a name that is no format.
     """
-    format_name = _ALIASES.get(name, name) if isinstance(name, str) else None
-    if format_name not in FORMATS:
-        raise InputError(f"format {shown(name)} is not a page format: choose one of {', '.join(FORMATS)}")
-    return format_name
+    return 64 if FORMATS[_PAIRS.get(canonical_format(name), (canonical_format(name),))[0]].is_per_channel else 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +65,10 @@ class CacheSpec:
             without a window, a windowed layer reuses its entries for ever.
         max_query_length: most tokens of one sequence in one step.
         page_size: tokens of a page, a multiple of 8.
-        format: how keys and values are stored: one of `kvjax.kernels.formats.FORMATS` or an alias (vLLM's names).
+        format: how keys and values are stored: "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "int8",
+            "int4" (keys with scales per channel of a page, which wants a page_size of 64, and rotated values),
+            "int4_hadamard" (both rotated, with scales per token), "int4_per_token", or an alias (vLLM's names).
+        key_format, value_format: other formats of keys or values than `format`; "int4_per_channel" is for keys only.
         windows: per layer the sliding window in tokens (a query sees itself and the `window - 1` tokens before
             it) or None; None for all layers means no windows.
         rollback: tokens that `truncate` can take back in a windowed layer.
@@ -68,6 +89,8 @@ class CacheSpec:
     max_query_length: int
     page_size: int = 16
     format: str = "bfloat16"
+    key_format: str | None = None
+    value_format: str | None = None
     windows: Sequence[int | None] | None = None
     rollback: int = 0
     groups: int = 1
@@ -76,6 +99,9 @@ class CacheSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "format", canonical_format(self.format))
+        for name in ("key_format", "value_format"):
+            own = getattr(self, name)
+            object.__setattr__(self, name, None if own is None else canonical_format(own, name))
         for name, least in _LEAST.items():
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         for name in ("scrub_on_free", "debug"):
@@ -149,19 +175,26 @@ class CacheSpec:
         return self.num_kv_heads // self.groups
 
     @property
-    def form(self) -> Format:
-        """How keys and values are stored."""
-        return FORMATS[self.format]
+    def key_form(self) -> Format:
+        """How keys are stored."""
+        name = self.key_format or self.format
+        return FORMATS[_PAIRS.get(name, (name, name))[0]]
 
     @property
-    def dtype(self) -> np.dtype:
-        """dtype of the stored keys and values: of the codes in quantised formats."""
-        return jnp.dtype(self.form.dtype)
+    def value_form(self) -> Format:
+        """How values are stored."""
+        name = self.value_format or self.format
+        return FORMATS[_PAIRS.get(name, (name, name))[1]]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values have scales."""
+        return self.key_form.is_quantized or self.value_form.is_quantized
 
     @property
     def query_dtype(self) -> str:
         """The dtype that queries are taken to have where nobody says: bfloat16 for quantised formats."""
-        return "bfloat16" if self.form.is_quantized else self.format
+        return "bfloat16" if self.is_quantized else self.key_form.name
 
     @property
     def max_tokens(self) -> int | None:

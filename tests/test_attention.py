@@ -77,12 +77,21 @@ def test_soft_cap_sink_logits_and_scale():
     run(Twin(soft_cap=1.5, sinks=sinks, scale=0.9), MIXED[:3], decodes=3)
 
 
-@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "float32"])
-def test_page_formats_store_rounded_keys_and_values(format_name):
-    twin, form = run(Twin(changed(format=format_name)), MIXED), FORMATS[format_name]
-    assert twin.cache.keys.dtype == twin.cache.values.dtype == jnp.dtype(form.dtype)
-    assert twin.cache.keys.shape == (*twin.cache.positions.shape[:1], 2, SIZE, SPEC.head_dim // form.per_code)
-    assert [scale.shape for scale in twin.cache.key_scales] == [twin.cache.keys.shape[:3]] * form.num_scales
+@pytest.mark.parametrize(
+    "formats",
+    [dict(format=name) for name, form in FORMATS.items() if name != "float32" and not form.is_per_channel]
+    + [dict(format="int4"), dict(key_format="bfloat16", value_format="int8"), dict(key_format="int4_per_channel")],
+    ids=str,
+)
+def test_page_formats_store_rounded_keys_and_values(formats):
+    twin = run(Twin(changed(**formats)), MIXED)
+    cache, spec = twin.cache, twin.spec
+    of_pages = (cache.keys, cache.key_scales, spec.key_form), (cache.values, cache.value_scales, spec.value_form)
+    for codes, scales, form in of_pages:
+        assert codes.dtype == jnp.dtype(form.dtype)
+        assert codes.shape == (*cache.positions.shape[:1], 2, SIZE, SPEC.head_dim // form.per_code)
+        vectors = SPEC.head_dim if form.is_per_channel else SIZE
+        assert [scale.shape for scale in scales] == [(*codes.shape[:2], vectors)] * form.num_scales
 
 
 def test_outputs_have_the_dtype_of_the_queries():

@@ -148,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert passed or free < SPEC.num_layers
             return self.changes_nothing(before, free)
         assert not passed
-        del self.twin.tokens[sequence][length:]
+        self.twin.truncated(sequence, length)
 
     @precondition(lambda self: self.free < SPEC.num_pages // 2)
     @rule(sequences=st.sets(SEQUENCE, min_size=1, max_size=2))
@@ -207,7 +207,7 @@ def test_any_order_of_operations():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(format="int8"), dict(format="fp8_e4m3"), dict(format="int4_hadamard")],
+    [dict(format="int8"), dict(format="fp8_e4m3"), dict(format="int4_hadamard"), dict(format="int4")],
     ids=str,
 )
 def test_any_order_of_operations_on_quantised_pages(changes):

@@ -142,7 +142,7 @@ def truncated(twin, sequence, length):
         assert_same(twin.cache, before)
         twin.cache = dataclasses.replace(twin.cache, status=jnp.int32(0))
     else:
-        twin.tokens[sequence] = twin.tokens[sequence][:length]
+        twin.truncated(sequence, length)
     check(twin.cache, held={})
     return not refused
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from kvjax.cache import init_cache
-from kvjax.sizes import cache_bytes, cache_shapes, most_pages, page_bytes, pool_bytes
+from kvjax.sizes import cache_bytes, cache_shapes, most_pages, page_bytes, pool_bytes, sequence_bytes, token_bytes
 from kvjax.spec import CacheSpec
 
 BASE = CacheSpec(
@@ -20,6 +20,8 @@ SPECS = {
     "windows": dataclasses.replace(BASE, windows=(None, 9)),
     "int8": dataclasses.replace(BASE, format="int8"),
     "int4": dataclasses.replace(BASE, format="int4_hadamard", groups=2),
+    "int4 per channel": dataclasses.replace(BASE, format="int4", groups=2),
+    "mixed": dataclasses.replace(BASE, key_format="float32", value_format="int8"),
     "large pages": dataclasses.replace(BASE, page_size=32, head_dim=6, num_pages=7),
 }
 
@@ -55,3 +57,12 @@ def test_most_pages_of_a_sequence():
     assert [most_pages(BASE, tokens) for tokens in (0, 1, 8, 9, 48)] == [0, 2, 2, 4, 12]
     assert [most_pages(windows, tokens) for tokens in (8, 40, 41, 48)] == [2, 10, 11, 11]
     assert most_pages(SPECS["groups"], 9) == 2 * most_pages(BASE, 9)
+
+
+def test_bytes_of_tokens_and_of_a_sequence():
+    # A page of 8 slots, 2 heads of 8 values: int8 codes and 2-byte scales of keys and values, positions, and 4 numbers.
+    page = 2 * (8 * 2 * 8 + 8 * 2 * 2) + 8 * 4 + 4 * 4
+    assert page_bytes(SPECS["int8"]) == page and token_bytes(SPECS["int8"]) == 2 * page / 8
+    assert sequence_bytes(SPECS["int8"], 9) == 2 * 2 * page
+    int4 = SPECS["int4 per channel"]
+    assert sequence_bytes(int4, 9) == 2 * 2 * 2 * page_bytes(int4) + 2 * 2 * 8 * 8 * 2

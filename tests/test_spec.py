@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.errors import InputError
 from kvjax.kernels.formats import FORMATS
-from kvjax.spec import CacheSpec, bucket, canonical_format, pages_for
+from kvjax.spec import CacheSpec, best_page_size, bucket, canonical_format, pages_for
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 GOOD: dict[str, Any] = dict(
@@ -52,6 +52,11 @@ def test_sizes_below_one_are_refused(name, value):
         (dict(windows=(None, 50, None)), "pages_per_seq 8 is too small for layer 1: window 50.*need 10"),
         (dict(windows=(None, 32, None), rollback=9), "pages_per_seq 8 is too small.*rollback 9 need 9"),
         (dict(format="int5"), "format 'int5' is not a page format: choose one of bfloat16, float16, float32, fp8_e4m3"),
+        (
+            dict(value_format="int4_per_channel"),
+            "value_format 'int4_per_channel' is not a page format: choose one of b",
+        ),
+        (dict(key_format="int5"), "key_format 'int5' is not a page format: .*int4_per_channel, int4"),
         (dict(format=""), "format '' is not a page format"),
         (dict(format=[]), r"format \[\] is not a page format"),
         (dict(format=None), "format None is not a page format"),
@@ -103,8 +108,26 @@ def test_aliases_name_formats(alias, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_gives_the_dtype_of_the_pages(name):
-    assert spec(format=name).dtype == jnp.dtype(FORMATS[name].dtype)
-    assert spec(format=name).query_dtype == ("bfloat16" if FORMATS[name].is_quantized else name)
+    if FORMATS[name].is_per_channel:
+        with pytest.raises(InputError, match=f"format '{name}' is not a page format"):
+            spec(format=name)
+        return
+    made = spec(format=name)
+    assert made.key_form == made.value_form == FORMATS[name]
+    assert made.query_dtype == ("bfloat16" if FORMATS[name].is_quantized else name)
+
+
+def test_keys_and_values_may_have_formats_of_their_own():
+    pair = spec(format="int4")
+    assert (pair.format, pair.key_form.name, pair.value_form.name) == ("int4", "int4_per_channel", "int4_hadamard")
+    mixed = spec(format="fp8", key_format="bf16", value_format="int4")
+    assert (mixed.key_form.name, mixed.value_form.name) == ("bfloat16", "int4_hadamard")
+    assert mixed.is_quantized and mixed.query_dtype == "bfloat16"
+    assert dataclasses.replace(spec(), format="int8").value_form == FORMATS["int8"]
+
+
+def test_large_pages_suit_keys_per_channel():
+    assert [best_page_size(name) for name in ("int4", "int4_hadamard", "bf16")] == [64, 16, 16]
 
 
 def test_a_spec_is_a_key():

@@ -179,7 +179,7 @@ def _first_tokens(model: Decoder, point: Point) -> Int32[Array, " seqs"]:
 def _random_cache(spec: CacheSpec) -> Cache:
     """Every page holds the same random keys and values: as good as others for time, and quick to make."""
     cache = init_cache(spec)
-    key, value = jax.random.normal(jax.random.key(0), (2, *cache.keys.shape[1:]), spec.dtype)
+    key, value = jax.random.normal(jax.random.key(0), (2, *cache.keys.shape[1:]), cache.keys.dtype)
     return dataclasses.replace(
         cache,
         keys=jnp.broadcast_to(key[None], cache.keys.shape),

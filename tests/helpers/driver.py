@@ -104,15 +104,33 @@ def poison(cache: Cache) -> Cache:
     free = (cache.allocator.refcounts == 0).at[0].set(False)
     unused = (free[:, None] | (cache.positions < 0))[:, None]
 
-    def spoil(pool):
+    def spoil(pool, where=unused):
         # The bits of NaN in 8-bit floats, or large numbers.
         garbage = jnp.nan if jnp.issubdtype(pool.dtype, jnp.floating) else 127
-        return jnp.where(unused.reshape(*unused.shape, *(1,) * (pool.ndim - 3)), jnp.asarray(garbage, pool.dtype), pool)
+        return jnp.where(
+            where.reshape(*where.shape, *(1,) * (pool.ndim - where.ndim)), jnp.asarray(garbage, pool.dtype), pool
+        )
 
+    spoilt = cache.map_pool(spoil) if cache.open_keys is None else _poison_open(cache, spoil, unused)
     return dataclasses.replace(
-        cache.map_pool(spoil),
+        spoilt,
         positions=jnp.where(free[:, None], 0, cache.positions),
         page_span=jnp.where(free[:, None], 0, cache.page_span),
+    )
+
+
+def _poison_open(cache: Cache, spoil, unused) -> Cache:
+    """As `poison`, with keys per channel: open pages have no codes of keys, open keys end with the last token."""
+    assert cache.open_keys is not None
+    slot, size = jnp.arange(cache.spec.page_size), cache.spec.page_size
+    behind = slot[None, None, None] >= (cache.next_slot % size)[..., None]
+    return dataclasses.replace(
+        cache,
+        keys=spoil(cache.keys, unused.any((1, 2))),
+        key_scales=tuple(spoil(scale, unused.any((1, 2))) for scale in cache.key_scales),
+        values=spoil(cache.values),
+        value_scales=tuple(spoil(scale) for scale in cache.value_scales),
+        open_keys=spoil(cache.open_keys.swapaxes(3, 4), behind).swapaxes(3, 4),
     )
 
 
@@ -215,6 +233,26 @@ class Twin:
             place += length
         return out
 
+    def keys_as_read(self, k) -> np.ndarray:
+        """Keys [layers, tokens, heads, head_dim] of a sequence, of its full pages and the open one."""
+        form, size = self.spec.key_form, self.spec.page_size
+        if not form.is_per_channel:
+            return as_stored(k, form)
+        k = np.asarray(jnp.asarray(k, jnp.bfloat16), np.float32)
+        full = k.shape[1] // size * size
+        by_page = k[:, :full].reshape(k.shape[0], -1, size, *k.shape[2:]).swapaxes(2, 3)
+        read = as_stored(by_page, form).swapaxes(2, 3).reshape(k.shape[0], full, *k.shape[2:])
+        return np.concatenate([read, k[:, full:]], axis=1)
+
+    def truncated(self, sequence: int, length: int) -> None:
+        """Forget tokens; of a page that was full and is open again, what its codes stood for is all that is left."""
+        tokens, size = self.tokens[sequence], self.spec.page_size
+        if self.spec.key_form.is_per_channel and tokens and length // size < len(tokens) // size:
+            assert self.rotary is None, "tokens are kept as they came, and pages hold what was rotated"
+            read = self.keys_as_read(np.stack([k for k, _ in tokens], axis=1))
+            tokens = [(read[:, i], v) if i >= length // size * size else (k, v) for i, (k, v) in enumerate(tokens)]
+        self.tokens[sequence] = tokens[:length]
+
     def expected_of_sequence(self, sequence: int, q):
         k, v = (np.stack(parts, axis=1) for parts in zip(*self.tokens[sequence], strict=True))
         positions = np.arange(k.shape[1]) + (0 if self.starts is None else self.starts[sequence])
@@ -222,7 +260,7 @@ class Twin:
         if self.rotary is not None:
             phases = np.asarray(self.rotary.phases)[0]
             q, k = rotate(q, query_positions, phases), rotate(k, positions, phases)
-        k, v = (as_stored(part, self.spec.form) for part in (k, v))
+        k, v = self.keys_as_read(k), as_stored(v, self.spec.value_form)
         options: dict[str, Any] = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
         return np.stack(
             [
