@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from kvjax.kernels.formats import Stored, decode, numbers
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention.arguments import Rows
+from kvjax.kernels.paged_attention.xla_numbers import Numbers, widen
 from kvjax.kernels.pytree import pytree
 
 
@@ -159,25 +160,25 @@ class Pool:
         positions = jnp.where(pages.live.swapaxes(0, 1)[..., None], _take(self.positions, pages.ids), -1)
         return positions.reshape(*pages.ids.shape[:2], -1)
 
-    def read(
-        self, stored: Stored, ids: Int32[Array, "n groups block"], dtype
-    ) -> tuple[Float[Array, "n kv_heads slots head_dim"], list[Float32[Array, "n kv_heads 1 slots"]]]:
-        """Numbers and scales of keys or values of all slots of pages, by KV head; where scales are per channel, what
-        the numbers stand for, and no scales."""
-        tiles = lax.optimization_barrier(self._key_tiles(ids))
+    def read(self, stored: Stored, ids: Int32[Array, "n groups block"], dtype) -> Numbers:
+        """Keys or values of all slots of pages, by KV head."""
+        tiles, form = lax.optimization_barrier(self._key_tiles(ids)), stored.form
+        of_heads = (ids.shape[0], self.kv_heads)
 
-        def take(pool: Array, width: int) -> Array:
-            # As flat rows: the copy loop of one long axis is twice as fast as that of two short ones.
+        def take(pool: Array) -> Array:
+            # Gathered and converted as flat rows, each step alone: XLA on CPUs copies shorter axes, and what another
+            # step is fused with, value by value.
             flat = pool.reshape(pool.shape[0] * pool.shape[1], -1)
-            return _take(flat, tiles).reshape(ids.shape[0], self.kv_heads, -1, width)
+            return lax.optimization_barrier(_take(flat, tiles.reshape(-1)))
 
-        codes = take(stored.codes, stored.codes.shape[-1])
-        if stored.form.is_per_channel:
-            by_page = codes.reshape(*codes.shape[:2], -1, self.page_size, codes.shape[-1])
-            scales = [take(scale, scale.shape[-1]) for scale in stored.scales]
-            return decode(by_page, tuple(scales), stored.form).astype(dtype).reshape(*codes.shape[:3], -1), []
-        scales = [take(scale, 1).swapaxes(2, 3).astype(jnp.float32) for scale in stored.scales]
-        return numbers(codes, stored.form, dtype), scales
+        parts = lax.optimization_barrier(widen(take(stored.codes), form, dtype))
+        width = stored.codes.shape[-1]
+        shape = (*of_heads, -1, 1, width * form.per_code) if form.is_per_channel else (*of_heads, 1, -1)
+        return Numbers(
+            tuple(part.reshape(*of_heads, -1, width) for part in parts),
+            tuple(take(scale).astype(jnp.float32).reshape(shape) for scale in stored.scales),
+            form,
+        )
 
     def _key_tiles(self, ids: Int32[Array, "n groups block"]) -> Int32[Array, "n groups heads_per_group block"]:
         heads = self.keys.codes.shape[1]
@@ -210,14 +211,7 @@ class Pool:
 
     def logits(self, tokens: Tokens, block: Block) -> Float32[Array, "n kv_heads queries slots"]:
         """Logits of scaled tokens [n, kv_heads, queries, head_dim] at all slots of a block, not capped or masked."""
-        k, scales = self.read(self.keys, block.pages.ids, tokens.q.dtype)
-
-        def product(q: Array) -> Array:
-            logits = jnp.einsum("nkqd,nksd->nkqs", q, k, preferred_element_type=jnp.float32)
-            if scales:
-                logits = logits * scales[0]
-            return logits if len(scales) < 2 else logits + q.astype(jnp.float32).sum(-1, keepdims=True) * scales[1]
-
+        product = self.read(self.keys, block.pages.ids, tokens.q.dtype).logits
         if block.is_sink is None or tokens.of_sinks is None:
             return product(tokens.q)
         return jnp.where(block.is_sink, product(tokens.of_sinks), product(tokens.q))

@@ -36,17 +36,12 @@ def attend_block(
     logits = pool.logits(tokens, block)
     # The barriers: values are gathered while one core is busy with the softmax, and the mask is computed once.
     ids, logits = lax.optimization_barrier((block.pages.ids, logits))
-    v, scales = pool.read(pool.values, ids, tokens.q.dtype)
+    values = pool.read(pool.values, ids, tokens.q.dtype)
     logits = jnp.where(lax.optimization_barrier(block.visible), pool.cap(logits), MASKED)
     # Never near MASKED itself, so that the weights of a block without visible slots are exp(-huge) = 0.
     maximum = jnp.maximum(logits.max(-1, keepdims=True), MASKED / 2)
     weights = jnp.exp(logits - maximum)
-    # Scales of values join the weights, but not their sum.
-    scaled = weights * scales[0] if scales else weights
-    out = jnp.einsum("nkqs,nksd->nkqd", scaled, v, preferred_element_type=jnp.float32)
-    if len(scales) == 2:
-        out += (weights * scales[1]).sum(-1, keepdims=True)
-    return Partial(maximum, weights.sum(-1, keepdims=True), out), logits
+    return Partial(maximum, weights.sum(-1, keepdims=True), values.weighted(weights)), logits
 
 
 def merge(a: Partial, b: Partial) -> Partial:
