@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache import Cache, init_cache
+from kvjax.kernels.formats import Stored, encode
 from kvjax.models.decoder import Decoder
 from kvjax.rotary import apply
 from kvjax.sequences import truncate
@@ -109,12 +110,13 @@ def empty_contiguous(model: Decoder, batch: int, context: int, dtype: str) -> Co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One place to measure at: sequences, tokens of each at the end, steps to time, and the page format."""
+    """One place to measure at: sequences, tokens of each at the end, steps to time, page format and page size."""
 
     batch: int
     context: int
     steps: int
     dtype: str
+    page_size: int = 16
 
 
 class ContiguousEngine:
@@ -164,7 +166,7 @@ def paged_spec(model: Decoder, point: Point, pool: int = 1, table: int = 1) -> C
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         windows=config.windows, max_seqs=point.batch, max_query_length=min(_FILL_CHUNK, point.context),
-        format=point.dtype, rollback=point.steps,
+        format=point.dtype, page_size=point.page_size, rollback=point.steps,
     )  # fmt: skip
     small = CacheSpec(**shape, num_pages=2**30, pages_per_seq=2**20)
     pages = max(pages_for(point.context, small.page_size), *small.window_rings, 1)
@@ -179,12 +181,18 @@ def _first_tokens(model: Decoder, point: Point) -> Int32[Array, " seqs"]:
 def _random_cache(spec: CacheSpec) -> Cache:
     """Every page holds the same random keys and values: as good as others for time, and quick to make."""
     cache = init_cache(spec)
-    key, value = jax.random.normal(jax.random.key(0), (2, *cache.keys.shape[1:]), cache.keys.dtype)
-    return dataclasses.replace(
-        cache,
-        keys=jnp.broadcast_to(key[None], cache.keys.shape),
-        values=jnp.broadcast_to(value[None], cache.values.shape),
-    )
+    assert isinstance(cache, Cache), "one format serves all layers"
+    random = jax.random.normal(jax.random.key(0), (2, spec.heads_per_group, spec.page_size, spec.head_dim))
+    pools = [_filled(stored, page) for stored, page in zip(cache.stored, random, strict=True)]
+    (keys, key_scales), (values, value_scales) = pools
+    return dataclasses.replace(cache, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+
+
+def _filled(stored: Stored, page: Float[Array, "heads page_size head_dim"]):
+    """Codes and scales of a pool in which every page is this one."""
+    codes, scales = encode(page, stored.form)
+    fill = lambda of, pool: jnp.broadcast_to(of[None], pool.shape)  # noqa: E731
+    return fill(codes, stored.codes), tuple(map(fill, scales, stored.scales))
 
 
 @functools.partial(jax.jit, static_argnames="longest", donate_argnames="cache")

@@ -96,12 +96,18 @@ class Peer:
         self.start()
         return int(self.ready["vocab_size"])
 
-    def decode(self, batch: int, prompt_tokens: int, new_tokens: int, *, seed: int = 0) -> float:
+    def decode(
+        self, batch: int, prompt_tokens: int, new_tokens: int, *, seed: int = 0, cache: str | None = None
+    ) -> float:
         """Seconds of the `new_tokens - 1` decode steps after the first token, for `batch` prompts at once.
 
-        `last` then holds the whole answer, with `tokens` [batch, new_tokens] and `prefill_seconds`.
+        `cache` is one of those that the worker names in `ready["caches"]`, its usual one by default. `last` then holds
+        the whole answer, with `tokens` [batch, new_tokens] and `prefill_seconds`.
         """
-        return self._measure(op="decode", batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
+        kind = {} if cache is None else dict(cache=cache)
+        return self._measure(
+            op="decode", batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed, **kind
+        )
 
     def prefill(self, prompt_tokens: int, *, batch: int = 1, seed: int = 0) -> float:
         """Seconds from the prompts to the first token of each."""

@@ -2,7 +2,8 @@
 
 The worker first says {"ready": true, "engine": ...}. Then it answers
     {"op": "decode", "batch": b, "prompt_tokens": n, "new_tokens": m, "seed": s, "threads": t}
-        with {"seconds": time of the m - 1 steps after the first token, "prefill_seconds": ..., "tokens": [[...], ...]},
+        with {"seconds": time of the m - 1 steps after the first token, "prefill_seconds": ..., "tokens": [[...], ...]};
+        a worker that has several caches takes "cache": one of the names that it gives in "caches" when ready,
     {"op": "prefill", "prompt_tokens": n, "seed": s, "threads": t} with {"seconds": ...},
     {"op": "quit"} by ending.
 A request that fails is answered with {"error": "..."}, and the worker lives on.

@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 TORCH="torch==2.13.0"
-TRANSFORMERS="$TORCH transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 safetensors==0.8.0"
+# hqq is what the quantised cache of transformers quantises with.
+TRANSFORMERS="$TORCH transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 safetensors==0.8.0 hqq==0.2.8.post1"
 OPENVINO="openvino-genai==2026.4.1.0 openvino==2026.4.1"
 EXPORT="$TORCH transformers==5.5.4 optimum-intel==2.2.0 openvino==2026.4.1 openvino-tokenizers==2026.4.1.0"
 MODEL=".peers/models/smollm2-135m"
@@ -37,7 +38,8 @@ make_environment() {
     python="$(find_python)"
     rm -rf ".peers/$name"
     "$python" -m venv ".peers/$name"
-    ".peers/$name/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    # hqq builds kernels for GPUs unless it is told not to.
+    DISABLE_CUDA=1 ".peers/$name/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
     # optimum-intel asks for torchvision; next to the CPU build of torch it breaks the imports of transformers.
     ".peers/$name/bin/python" -m pip uninstall --quiet --yes torchvision
     echo "$*" > ".peers/$name/.stamp"
