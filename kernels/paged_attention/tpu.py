@@ -178,7 +178,7 @@ def _launch(
     heads = tokens[0].shape[2] // kv_heads
     choices = Choices(
         shape, page_size, heads, piece, rows.sinks, scale, soft_cap, len(tokens) > 1, sink_logits is not None,
-        has_logits, is_listed,
+        has_logits, rows.full_only, is_listed,
     )  # fmt: skip
     num_rows = -(-shape.tile_tokens * heads // 8) * 8
     q, *sink_query = [_tile_rows(of, kv_heads, num_rows) for of in tokens]

@@ -56,7 +56,7 @@ def read_scales(pages: Pages, rows: tuple[Any, ...], slot, used) -> None:
     """
     for scale, target in zip(pages.scales, rows, strict=True):
         num_pages, heads, _ = scale.shape[1:]
-        of_pages = [_float32(scale[slot, page]) for page in range(num_pages)]
+        of_pages = [float32_of(scale[slot, page]) for page in range(num_pages)]
         if pages.form.is_per_channel:
             for page, head in ((page, head) for page in range(num_pages) for head in range(heads)):
                 target[head, page] = of_pages[page][head : head + 1]
@@ -66,7 +66,7 @@ def read_scales(pages: Pages, rows: tuple[Any, ...], slot, used) -> None:
             target[head] = of_slots[head : head + 1]
 
 
-def _float32(scale):
+def float32_of(scale):
     """Scales as they stand in a buffer. Mosaic knows no float16, so its bits are read here; none are infinite."""
     if scale.dtype != jnp.uint16:
         return scale.astype(jnp.float32)

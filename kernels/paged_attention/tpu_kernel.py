@@ -62,6 +62,12 @@ def _kernel(*refs, choices: Choices) -> None:
             fetch.wait_ids(first, 0)
             fetch.start(first, 0, 0, 0)
 
+    if choices.full_only:
+
+        @pl.when((plan.steps[PAGES, step] == 0) & (plan.tiles[TOKENS, number] > 0))
+        def _():
+            out[...], lse[...] = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+
     @pl.when(plan.steps[PAGES, step] > 0)
     def _():
         before, steps, following = (at.state[i] for i in (BLOCKS, STEPS, FOLLOWING))

@@ -45,6 +45,7 @@ class Choices:
         scale, soft_cap: of the logits.
         has_sink_query, has_sink_logits: whether these are given.
         has_logits: whether the logits of all slots are returned too.
+        full_only: whether open pages are left out; queries may then have no page to read.
         is_listed: whether the table holds lists of pages, for each KV head; any page may have sinks or empty slots.
     """
 
@@ -58,6 +59,7 @@ class Choices:
     has_sink_query: bool
     has_sink_logits: bool
     has_logits: bool
+    full_only: bool
     is_listed: bool
 
     @property

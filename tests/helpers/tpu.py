@@ -1,5 +1,6 @@
 """Running the TPU kernel in the interpreter, races detected and memory poisoned."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,10 +10,32 @@ import numpy as np
 from helpers.paged import Paged, assert_equal
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.kernels.formats import FORMATS, Stored
 from kvjax.kernels.paged_attention import tpu
 
 DIM = 128
 BLOCK = 16  # pages of 8, so that 150 tokens take two blocks
+
+
+def quantized(forms: tuple[str, str], **changes) -> Paged:
+    """A case with the smallest pages that the kernel takes in these formats; what no token wrote is poisoned."""
+    has_int4 = any(FORMATS[form].per_code == 2 for form in forms)
+    smallest: dict[str, Any] = dict(page_size=64, head_dim=2 * DIM) if has_int4 else dict(page_size=32, head_dim=DIM)
+    case = Paged(**dict(kv_heads=2, heads=4, forms=forms) | smallest | changes)
+    q, keys, values, positions, rows, queries = case.arguments
+    full_only = FORMATS[forms[0]].is_per_channel
+    keys, values = (_poisoned(of, positions < 0) for of in (keys, values))
+    case.arguments = (q, keys, values, positions, dataclasses.replace(rows, full_only=full_only), queries)
+    return case
+
+
+def _poisoned(pages: Stored, is_empty) -> Stored:
+    """Pages whose empty slots have NaN for scales and, where codes are floats, for codes."""
+    if not pages.form.is_quantized or pages.form.is_per_channel:
+        return pages
+    scales = tuple(jnp.where(is_empty[:, None], jnp.nan, of) for of in pages.scales)
+    poison = jnp.asarray(127, pages.codes.dtype)  # NaN in both formats of 8-bit floats
+    return Stored(jnp.where(is_empty[:, None, :, None], poison, pages.codes), scales, pages.form)
 
 
 def attend(case: Paged, *, mode: Any = "eager", shape=None, arguments=None, kernel=tpu, **options):
