@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.formats import FORMATS, Stored
 from kvjax.kernels.paged_attention.arguments import Attention, Queries, Rows
 from kvjax.kernels.paged_attention.hopper_join import Parts, join_fragments
 from kvjax.kernels.paged_attention.hopper_kernel import attend_tiles
@@ -21,9 +22,23 @@ HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 MOST_HEADS = 16  # query heads of a KV head
+_KEYS = tuple(name for name, form in FORMATS.items() if form.is_quantized)
+_VALUES = tuple(name for name in _KEYS if not FORMATS[name].is_per_channel)
+_LIMITS = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS, _KEYS, _VALUES)
 
 
-refuses = Limits(HEAD_DIMS, PAGE_SIZES, DTYPES, MOST_HEADS).refuses
+def refuses(*, head_dim: int, key_format: str, value_format: str, **call: Any) -> str | None:
+    """Say why the kernel cannot serve a call, or None if it can; see `Limits.refuses`."""
+    reason = _LIMITS.refuses(head_dim=head_dim, key_format=key_format, value_format=value_format, **call)
+    if reason is not None:
+        return reason
+    if FORMATS[key_format].is_quantized != FORMATS[value_format].is_quantized:
+        return f"of keys of {key_format} and values of {value_format} only one is quantised"
+    for name in (key_format, value_format):
+        width = head_dim // FORMATS[name].per_code
+        if width % 32:
+            return f"head_dim {head_dim} of {name} takes {width} bytes, which is no multiple of 32"
+    return None
 
 
 def plan(
@@ -46,8 +61,8 @@ def plan(
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Float[Array, "pages heads_per_group page_size head_dim"],
-    values: Float[Array, "pages heads_per_group page_size head_dim"],
+    keys: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
+    values: Float[Array, "pages heads_per_group page_size head_dim"] | Stored,
     positions: Int32[Array, "pages page_size"],
     rows: Rows,
     queries: Queries,
@@ -66,6 +81,7 @@ def paged_attention(
     """Attend every query token to the visible slots of its sequence; see `reference.paged_attention`.
 
     Args:
+        keys, values: where keys are per channel, every page that is read is full (`Rows.full_only`).
         max_query_length: static bound of `queries.lengths`; 1 chooses tiles of one token.
         plan: what `plan` returned for this step, else it is made here.
         shape: static choices, `shape_of` by default.
@@ -76,11 +92,11 @@ def paged_attention(
     Raises: NotImplementedError for what the kernel cannot serve; ValueError for a page list in a step that is not of
         one query token a sequence.
     """
-    kv_heads = keys.shape[1] * rows.page_table.shape[1]
+    keys, values = Stored.of(keys), Stored.of(values)
+    kv_heads = keys.codes.shape[1] * rows.page_table.shape[1]
     reason = refuses(
-        head_dim=q.shape[2], page_size=keys.shape[2], dtype=str(q.dtype), key_format=str(keys.dtype),
-        value_format=str(values.dtype),
-        heads_per_kv_head=q.shape[1] // kv_heads,
+        head_dim=q.shape[2], page_size=keys.codes.shape[2], dtype=str(q.dtype), key_format=keys.form.name,
+        value_format=values.form.name, heads_per_kv_head=q.shape[1] // kv_heads,
     )  # fmt: skip
     if page_list is not None and rows.sinks:
         reason = "a page list and sinks in one call"
@@ -104,8 +120,8 @@ def paged_attention(
 class _Call:
     """A call's pool, rows and options."""
 
-    keys: Array
-    values: Array
+    keys: Stored
+    values: Stored
     positions: Array
     rows: Rows
     page_list: Array | None
@@ -120,12 +136,13 @@ class _Call:
     ) -> Attention:  # fmt: skip
         """Attend queries, of as many kinds as are given."""
         num_tokens, heads, head_dim = queried[0].shape
-        rows, page_size = self.rows, self.keys.shape[2]
-        kv_heads = self.keys.shape[1] * rows.page_table.shape[1]
+        rows, (_, in_group, page_size, _) = self.rows, self.keys.codes.shape
+        kv_heads = in_group * rows.page_table.shape[1]
         shape = self.shape or shape_of(head_dim, kv_heads, is_decode=is_decode)
         config = Config(
-            shape=shape, page_size=page_size, heads_per_group=self.keys.shape[1], head_dim=head_dim,
-            heads=heads // kv_heads, tile_tokens=tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode),
+            shape=shape, page_size=page_size, heads_per_group=in_group, head_dim=head_dim,
+            forms=(self.keys.form, self.values.form), heads=heads // kv_heads,
+            tile_tokens=tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode),
             kinds=len(queried), sinks=rows.sinks, is_listed=self.page_list is not None, has_logits=last_logits > 0,
             scale=self.scale, soft_cap=self.soft_cap, is_interpreted=self.interpret is not None,
         )  # fmt: skip
@@ -138,7 +155,8 @@ class _Call:
             )  # fmt: skip
         given = self._inputs(queried, rows, plan, config)
         most_blocks = config.sink_blocks + -(-rows.page_table.shape[-1] * page_size // shape.block)
-        out, stats, logits = attend_tiles(given, config, most_blocks, self.interpret)
+        scales = (self.keys.scales, self.values.scales)
+        out, stats, logits = attend_tiles(given, scales, config, most_blocks, self.interpret)
         joined, lse = join_fragments(Parts(out, stats), given, sink_logits, config, self.interpret)
         out = _untile_rows(joined, plan.tiles, queries, queried[0].shape, 0)
         lse = _untile_rows(lse[..., None], plan.tiles, queries, (num_tokens, heads, 1), -jnp.inf)
@@ -150,7 +168,7 @@ class _Call:
         kv_heads, tiles = queried[0].shape[1] // config.heads, plan.tiles
         tiled = [_tile_rows(q, tiles, kv_heads, config) for q in queried]
         return Inputs(
-            jnp.stack(tiled, axis=2), self.keys, self.values, self.positions, rows.page_table, plan.rings,
+            jnp.stack(tiled, axis=2), self.keys.codes, self.values.codes, self.positions, rows.page_table, plan.rings,
             plan.windows, rows.layer[None], tiles.sequence, tiles.tokens, tiles.position, tiles.start,
             *vars(plan.work).values(),
         )  # fmt: skip

@@ -13,36 +13,68 @@ from kvjax.kernels.paged_attention.tiles import LOG2E
 EMPTY = -1e30
 
 
-def attend_block(config: Config, at: Scratch, slot, query, limits, carry, zero, store_logits):
+def attend_block(config: Config, at: Scratch, me, slot, query, limits, carry, zero, store_logits):
     """Attend queries to the block in a slot.
 
     Args:
         config: static choices.
         at: shared memory and barriers.
+        me: which consumer this is.
         slot: where the block is, or will be when its barriers say so.
         query: kind and part of the queries.
         limits: first and last position of each row, or of all.
-        carry: accumulator, maximum (base 2) and total so far.
+        carry: accumulator, maximum (base 2) and total so far, and where values have minima the weighted sum of those.
         zero: zeroes the values of empty slots where the block may have any.
         store_logits: takes the masked logits, in base 2.
 
     Returns: the carry with the block.
     """
-    acc, maximum, total = carry
+    acc, maximum, total, *minima = carry
     plgpu.barrier_wait(at.k_full.at[slot])
     logits = product(at.queries.at[query], at.keys.at[slot].T, (ROWS, at.keys.shape[1]))
+    if at.key_scales is not None:
+        logits = _scale_logits(logits, at, me, slot, query[0])
     logits = mask(cap(logits, config.scale, config.soft_cap), at.positions.at[slot], limits)
     store_logits(logits)
     weights, shrink, maximum, total = softmax_step(logits, maximum, total)
     acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
     plgpu.barrier_wait(at.v_full.at[slot])
+    if at.value_scales is not None:
+        minima = [of * shrink + _columns(weights, at.value_scales, slot, 1).sum(axis=1) for of in minima]
+        weights = _columns(weights, at.value_scales, slot, 0)
     zero()
     # The fence orders the reads of positions before the copy that overwrites them.
     plgpu.commit_smem()
     plgpu.barrier_arrive(at.k_free.at[slot])
     acc = add_product(acc, weights.astype(at.values.dtype), at.values.at[slot], config.is_interpreted)
     plgpu.barrier_arrive(at.v_free.at[slot])
-    return acc, maximum, total
+    return acc, maximum, total, *minima
+
+
+def _scale_logits(logits, at: Scratch, me, slot, kind):
+    """Products with numbers to products with keys."""
+    scaled = _columns(logits, at.key_scales, slot, 0)
+    if at.query_sums is None:
+        return scaled
+    sums = plgpu.load(at.query_sums.at[me, kind], layout=plgpu.Layout.WGMMA.reduce(1))
+    return scaled + _columns(lax.broadcast_in_dim(sums, logits.shape, [0]), at.key_scales, slot, 1)
+
+
+def _columns(matrix, scales, slot, i):
+    """Multiply the column of each slot."""
+    of_slots = plgpu.load(scales.at[slot, i], layout=plgpu.Layout.WGMMA.reduce(0))
+    return matrix * lax.broadcast_in_dim(of_slots, matrix.shape, [1])
+
+
+def sum_queries(queries, sums) -> None:
+    """Store the sum of each row of queries [64, head_dim], a part of the columns at a time."""
+    width = tile_columns(queries.shape[1])
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    for column in range(0, queries.shape[1], width):
+        part = plgpu.load(queries.at[:, pl.ds(column, width)], layout=plgpu.Layout.WGMMA)
+        total = total + part.astype(jnp.float32).sum(axis=1)
+    sums[...] = total
+    plgpu.commit_smem()
 
 
 def cap(logits, scale: float, soft_cap: float | None):

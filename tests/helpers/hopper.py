@@ -8,6 +8,7 @@ from helpers.paged import Paged, assert_equal
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.formats import Stored
 from kvjax.kernels.paged_attention import Attention, hopper, hopper_shared
 
 SMALL = hopper_shared.Shape(block=64, stages=2, workers=3, consumers=2, shares_blocks=False)
@@ -32,3 +33,22 @@ def check(attention: Attention, case: Paged, **options) -> None:
 def forget_state() -> None:
     """After an exception the interpreter keeps its state."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def quantized(*lengths, forms: tuple[str, str], **changes) -> Paged:
+    """A case of quantised pages, their full ones only where keys are per channel; garbage in slots without a token."""
+    case = Paged(*lengths, forms=forms, **changes)
+    q, keys, values, positions, rows, queries = case.arguments
+    rows = dataclasses.replace(rows, full_only="int4_per_channel" in forms)
+    case.arguments = (q, _spoilt(keys, positions), _spoilt(values, positions), positions, rows, queries)
+    return case
+
+
+def _spoilt(pages: Stored, positions) -> Stored:
+    """Pages with NaN, or the largest code, and scales of NaN in slots that hold no token."""
+    used = (positions >= 0)[:, None]
+    nothing = jnp.asarray(0x7F if pages.form.is_quantized else jnp.nan, pages.codes.dtype)
+    codes = jnp.where(used[..., None], pages.codes, nothing)
+    if pages.form.is_per_channel:
+        return dataclasses.replace(pages, codes=codes)
+    return dataclasses.replace(pages, codes=codes, scales=tuple(jnp.where(used, of, jnp.nan) for of in pages.scales))

@@ -13,6 +13,8 @@ from helpers.paged import Paged
 from kvjax.kernels.paged_attention import (
     hopper,
     hopper_block,
+    hopper_codes,
+    hopper_fetch,
     hopper_join,
     hopper_kernel,
     hopper_logits,
@@ -27,6 +29,8 @@ MODULES = (
     hopper_shared,
     hopper_plan,
     hopper_block,
+    hopper_codes,
+    hopper_fetch,
     hopper_run,
     hopper_kernel,
     hopper_join,
@@ -39,7 +43,7 @@ FAULTS = {
     "missing wait for keys": (hopper_block, "plgpu.barrier_wait(at.k_full.at[slot])\n", "pass\n"),
     "missing wait for values": (hopper_block, "plgpu.barrier_wait(at.v_full.at[slot])\n", "pass\n"),
     "missing wait for a free buffer": (
-        hopper_kernel, "pl.when(is_reused)(lambda: plgpu.barrier_wait(at.k_free.at[slot]))", "pass"
+        hopper_kernel, "pl.when(is_reused)(lambda: plgpu.barrier_wait(into.k_free.at[slot]))", "pass"
     ),
     "missing wait for the query": (hopper_kernel, "plgpu.barrier_wait(at.q_full)\n", "pass\n"),
     "missing wait for a part": (hopper_join, "plgpu.barrier_wait(at.full.at[slot])\n", "pass\n"),
@@ -58,7 +62,9 @@ FAULTS = {
         hopper_block, "visible = (position >= earliest) & (position <= latest)", "visible = position >= earliest"
     ),
     "stale page id": (hopper_kernel, "following = pages_of(i + 1)", "following = pages_of(i)"),
-    "swapped pages": (hopper_kernel, "values.at[page, there]", "values.at[pages[-1 - j][0], there]"),
+    "swapped pages": (
+        hopper_kernel, "fetch_values(config, pool, page,", "fetch_values(config, pool, pages[-1 - j][0],"
+    ),
     "dropped scale": (hopper_block, "logits * (scale * LOG2E)", "logits * LOG2E"),
     "wrong head map": (hopper_kernel, "self.given.q.at[tile, self.head,", "self.given.q.at[tile, 0,"),
     "wrong layer": (hopper, "plan.windows, rows.layer[None]", "plan.windows, rows.layer[None] * 0"),
