@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvjax.attention import attend as attend
     from kvjax.attention import plan_step as plan_step
     from kvjax.cache import Cache as Cache
+    from kvjax.cache import PooledCache as PooledCache
     from kvjax.cache import Status as Status
     from kvjax.cache import clear_status as clear_status
     from kvjax.cache import init_cache as init_cache
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from kvjax.models.loading import load as load
     from kvjax.options import Options as Options
     from kvjax.rotary import Rotary as Rotary
-    from kvjax.sequences import drop as drop
     from kvjax.sequences import fork as fork
     from kvjax.sequences import release as release
-    from kvjax.sequences import retain as retain
-    from kvjax.sequences import share as share
     from kvjax.sequences import truncate as truncate
+    from kvjax.sharing import drop as drop
+    from kvjax.sharing import retain as retain
+    from kvjax.sharing import share as share
     from kvjax.spec import CacheSpec as CacheSpec
     from kvjax.step import Report as Report
     from kvjax.step import Step as Step
@@ -44,6 +45,7 @@ _LAZY = {
     "attend": "kvjax.attention",
     "plan_step": "kvjax.attention",
     "Cache": "kvjax.cache",
+    "PooledCache": "kvjax.cache",
     "Status": "kvjax.cache",
     "clear_status": "kvjax.cache",
     "init_cache": "kvjax.cache",
@@ -60,11 +62,11 @@ _LAZY = {
     "load": "kvjax.models.loading",
     "Options": "kvjax.options",
     "Rotary": "kvjax.rotary",
-    "drop": "kvjax.sequences",
+    "drop": "kvjax.sharing",
     "fork": "kvjax.sequences",
     "release": "kvjax.sequences",
-    "retain": "kvjax.sequences",
-    "share": "kvjax.sequences",
+    "retain": "kvjax.sharing",
+    "share": "kvjax.sharing",
     "truncate": "kvjax.sequences",
     "CacheSpec": "kvjax.spec",
     "Report": "kvjax.step",

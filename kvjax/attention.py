@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,19 +18,20 @@ from jaxtyping import Array, Float, Integer
 
 from kvjax import rotary as rotary_embedding
 from kvjax.arguments import floats, integers
-from kvjax.cache import POSITION_END, Cache, Status, raise_status
+from kvjax.cache import POSITION_END, Cache, PooledCache, Status, raise_status
 from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import candidates
 from kvjax.kernels.formats import rotate
-from kvjax.kernels.paged_attention import Queries, Rows, reference
+from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference
 from kvjax.kernels.write_pages import write_full_pages, write_stored
+from kvjax.placement import Writes
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
 from kvjax.step import Step
 
 
-def attend(
-    cache: Cache,
+def attend[C: (Cache, PooledCache)](
+    cache: C,
     step: Step,
     layer: int | np.integer | Integer[Array, ""],
     q: Float[ArrayLike, "tokens heads head_dim"],
@@ -41,7 +43,7 @@ def attend(
     soft_cap: float | None = None,
     sink_logits: Float[ArrayLike, " heads"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "tokens heads head_dim"], Cache]:
+) -> tuple[Float[Array, "tokens heads head_dim"], C]:
     """Write keys and values of one layer and attend the queries to all that is visible of their sequences.
 
     Query head h reads KV head `h // (heads // kv_heads)`.
@@ -49,7 +51,7 @@ def attend(
     Args:
         cache: the cache, after `begin_step`.
         step: as `begin_step` returned it.
-        layer: the layer. It may be traced; then nobody can check that the cache has it.
+        layer: the layer. It may be traced where the cache has one pool; then nobody can check that the cache has it.
         q, k, v: packed tokens, not rotated.
         rotary: the rotary embedding of queries and keys, or None if the model encodes positions elsewhere.
         scale: factor of the logits, finite, `head_dim ** -0.5` by default.
@@ -71,22 +73,32 @@ def attend(
     sink_logits = None if sink_logits is None else floats("sink_logits", sink_logits, (q.shape[1],))
     scale = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     soft_cap = None if soft_cap is None else _finite("soft_cap", soft_cap, above=0)
-    names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
     if rotary is not None:
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
-    cache = _write(cache, step, layer, k, v, names[0])
-    q = rotate(q) if cache.spec.key_form.is_rotated else q
-    arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
+    if not isinstance(cache, PooledCache):
+        return _attend(cache, step, layer, q, k, v, implementation, options)
+    number, within = cache.spec.place_of(int(layer))
+    of_pool = (cache.of_pools[number], step.of_pool(number), within)
+    out, changed = _attend(*of_pool, q, k, v, implementation, options)
+    return out, cache.with_pools(changed if i == number else of for i, of in enumerate(cache.of_pools))
+
+
+def _attend(cache: Cache, step: Step, layer, q, k, v, implementation: str | None, options: dict[str, Any]):
+    """Write rotated keys, and values, and attend rotated queries."""
+    names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
+    cache = _write(cache, step, layer, k, v, names[0])
+    q = rotate(q) if cache.spec.key_form.is_rotated else q
+    arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
     out = _run_first(names, arguments, cache.open_keys, options, step.plan)
     return rotate(out) if cache.spec.value_form.is_rotated else out, cache
 
 
-def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
+def plan_step(cache: Cache | PooledCache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
     """Work out once for all layers what a kernel needs to know about a step.
 
     For models that scan over their layers: without it every layer's `attend` does it anew, because XLA does not move
@@ -102,6 +114,10 @@ def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str
 
     Raises: as `attend` does, of an implementation.
     """
+    if isinstance(cache, PooledCache):
+        of_pools = enumerate(cache.of_pools)
+        plans = (plan_step(of, step.of_pool(i), query_heads, implementation=implementation).plan for i, of in of_pools)
+        return dataclasses.replace(step, plan=tuple(plans))
     spec = cache.spec
     if candidates(spec, query_heads, spec.query_dtype, implementation)[0] != "hopper":
         return step
@@ -118,6 +134,8 @@ def plan_step(cache: Cache, step: Step, query_heads: int, *, implementation: str
 
 def _known_layer(spec: CacheSpec, layer) -> int | Array:
     if isinstance(layer, Tracer):
+        if len(spec.pools) > 1:
+            raise InputError(f"layer is traced, and skip_layers {spec.skip_layers} want numbers: unroll the layers")
         return integers("layer", layer, ())
     return whole_number("layer", layer, 0, spec.num_layers - 1)
 
@@ -151,6 +169,7 @@ def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
     new_keys, new_values = (new.reshape(shape).swapaxes(0, 1) for new in (k, v))
     (keys, values), open_keys = cache.stored, cache.open_keys
+    assert isinstance(step.writes, Writes), "of one pool"
     where = step.writes.of_layer(layer)
     if implementation == "hopper" and not spec.is_quantized:
         from kvjax.kernels import write_pages_hopper
@@ -200,8 +219,9 @@ def _run_first(names: list[str], arguments, open_keys: Array | None, options: di
     return _run(last, arguments, open_keys, options, plan)
 
 
-def _run(name: str, arguments, open_keys: Array | None, options: dict[str, Any], plan) -> Array:
+def _run(name: str, arguments: tuple[Any, ...], open_keys: Array | None, options: dict[str, Any], plan) -> Array:
     """Attend by the implementation of that name."""
+    backend: Callable[..., Attention]
     if name == "reference":
         return _on_host(arguments, open_keys, options)
     if name == "hopper":
@@ -220,7 +240,7 @@ def _run(name: str, arguments, open_keys: Array | None, options: dict[str, Any],
         return backend(*arguments, **options).out
     from kvjax.kernels.paged_attention import open_pages
 
-    return open_pages.paged_attention(backend, *arguments, open_keys, **options).out
+    return open_pages.paged_attention(backend, *arguments, open_keys=open_keys, **options).out
 
 
 def _on_host(arguments, open_keys: Array | None, options: dict[str, Any]) -> Array:

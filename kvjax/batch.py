@@ -19,7 +19,7 @@ from kvjax.decoding import Chosen, Finish, State, decode_scan, decode_while, pre
 from kvjax.errors import InputError, shown
 from kvjax.models.loading import LanguageModel
 from kvjax.options import Options, Prompts, checked
-from kvjax.spec import CacheSpec, bucket, pages_for
+from kvjax.spec import CacheSpec, best_page_size, bucket, pages_for
 
 
 class Batch:
@@ -75,7 +75,7 @@ class Batch:
             sampling=how,
             key=jax.random.key(self.options.seed),
             seen=jnp.zeros((count, vocab), bool) if penalised else None,
-            peak_pages=jnp.int32(0),
+            peak_pages=jnp.zeros(len(self.spec.pools), jnp.int32),
         )
 
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Chosen]:
@@ -171,21 +171,25 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     chunk = min(options.chunk_size, max(16, 1 << (longest - 1).bit_length()))
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        max_seqs=len(prompt_lengths), max_query_length=chunk, page_size=options.page_size, format=options.format,
-        windows=config.windows,
+        max_seqs=len(prompt_lengths), max_query_length=chunk, windows=config.windows, format=options.format,
+        page_size=options.page_size or best_page_size(options.format), skip_layers=options.skip_layers,
     )  # fmt: skip
     small = CacheSpec(**shape, num_pages=2**30, pages_per_seq=2**20)
     # The last token generated is never fed.
     tokens = [length + limit - 1 for length, limit in zip(prompt_lengths, limits, strict=True)]
     pages_per_seq = max(bucket(pages_for(max(tokens), small.page_size)), *small.window_rings, 1)
-    needed = [sizes.most_pages(small, count) for count in tokens]
-    num_pages = options.num_pages if options.num_pages is not None else bucket(sum(needed)) + 1
-    spec = CacheSpec(**shape, num_pages=num_pages, pages_per_seq=pages_per_seq)
-    if (least := sizes.most_pages(spec, longest)) > num_pages - 1:
-        raise InputError(
-            f"a prompt of {longest} tokens is longer than the cache: it needs {least} pages and there are "
-            f"{num_pages - 1}; raise num_pages to at least {least + 1} or shorten the prompt"
-        )
+    pages: dict[str, Any] = dict(num_pages=options.num_pages or 0)
+    if options.num_pages is None:
+        of_pools = [bucket(sum(sizes.most_pages(pool.spec, n) for n in tokens)) + 1 for pool in small.pools]
+        pages = dict(num_pages=sum(of_pools)) | (dict(skip_pages=of_pools[1]) if len(of_pools) > 1 else dict())
+    spec = CacheSpec(**shape, **pages, pages_per_seq=pages_per_seq)
+    for pool in spec.pools:
+        if (least := sizes.most_pages(pool.spec, longest)) > pool.spec.num_pages - 1:
+            raise InputError(
+                f"a prompt of {longest} tokens is longer than the cache: it needs {least} pages and there are "
+                f"{pool.spec.num_pages - 1}; raise num_pages to at least "
+                f"{spec.num_pages - pool.spec.num_pages + least + 1} or shorten the prompt"
+            )
     return spec
 
 

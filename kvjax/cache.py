@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 
 from kvjax import sizes
 from kvjax.arguments import array
@@ -101,6 +102,11 @@ class Cache:
         return self.next_position - self.start_position
 
     @property
+    def of_pools(self) -> tuple[Cache, ...]:
+        """The caches of all pools: this one."""
+        return (self,)
+
+    @property
     def stored(self) -> tuple[Stored, Stored]:
         """Keys and values as kernels take them."""
         keys = Stored(self.keys, self.key_scales, self.spec.key_form)
@@ -122,15 +128,88 @@ class Cache:
         return self.spec.num_pages - 1 - self.allocator.num_free
 
 
-def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] | Sequence[int] | None = None) -> Cache:
+@pytree
+class PooledCache:
+    """A cache whose layers store in different formats: a `Cache` of its own for those that share a pool of pages.
+
+    All sequences are in all pools, and an operation that one of the pools refuses changes none.
+
+    Attributes:
+        of_pools: the caches, of the layers that `spec.pools` names.
+        spec: the static description of all.
+    """
+
+    of_pools: tuple[Cache, ...]
+    spec: CacheSpec = dataclasses.field(metadata=dict(static=True))
+
+    def with_pools(self, caches: Iterable[Cache]) -> PooledCache:
+        """The same with other caches in the pools."""
+        return dataclasses.replace(self, of_pools=tuple(caches))
+
+    @property
+    def lengths(self) -> Int32[Array, " seqs"]:
+        """Tokens seen by each sequence."""
+        return self.of_pools[0].lengths
+
+    @property
+    def next_position(self) -> Int32[Array, " seqs"]:
+        """Position of the next token of each sequence."""
+        return self.of_pools[0].next_position
+
+    @property
+    def status(self) -> Int32[Array, ""]:
+        """Bits of `Status` that are set in some pool."""
+        return functools.reduce(jnp.bitwise_or, [cache.status for cache in self.of_pools])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays of the cache, metadata included."""
+        return sizes.cache_bytes(self.spec)
+
+    @property
+    def pages_used(self) -> Int32[Array, ""]:
+        """Pages held by somebody, of all pools."""
+        return jnp.stack([cache.pages_used for cache in self.of_pools]).sum()
+
+
+def on_all_pools[C: (Cache, PooledCache), T](
+    cache: C, operation: Callable[[int, Cache, Bool[Array, ""]], tuple[Cache, T, Bool[Array, ""]]]
+) -> tuple[C, list[T], Bool[Array, ""]]:
+    """Apply an operation to the caches of all pools if none of them refuses it.
+
+    Args:
+        operation: takes the number of a pool, its cache and whether it is allowed; returns the cache, unchanged where
+            it is not allowed or does not serve, a result, and whether it would serve.
+
+    Returns: the cache, the results of all pools, and whether all serve.
+    """
+    if not isinstance(cache, PooledCache):
+        cache, result, ok = operation(0, cache, jnp.bool_(True))
+        return cache, [result], ok
+    # What this computes beside the verdicts is dead code to a compiler.
+    verdicts = [operation(i, of, jnp.bool_(True))[2] for i, of in enumerate(cache.of_pools)]
+    allowed = jnp.stack(verdicts).all()
+    caches, results, _ = zip(*(operation(i, of, allowed) for i, of in enumerate(cache.of_pools)), strict=True)
+    return cache.with_pools(caches), list(results), allowed
+
+
+def init_cache(spec: CacheSpec, *, start_positions: Integer[ArrayLike, " seqs"] | Sequence[int] | None = None) -> Any:
     """Build an empty cache.
 
     Args:
         spec: the static description.
         start_positions: position of the first token of each sequence, 0 by default.
 
+    Returns: a `Cache`, or a `PooledCache` where the spec has several pools; the operations take either.
+
     Raises: InputError for start positions that are negative, too large, traced, no integers or of the wrong shape.
     """
+    caches = [_init_pool(pool.spec, start_positions) for pool in spec.pools]
+    return caches[0] if len(caches) == 1 else PooledCache(tuple(caches), spec)
+
+
+def _init_pool(spec: CacheSpec, start_positions) -> Cache:
+    """Build the empty cache of one pool."""
     shapes = sizes.cache_shapes(spec)
     start = _start_positions(spec, start_positions)
     zeros: dict[str, Any] = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
@@ -156,13 +235,17 @@ def _start_positions(spec: CacheSpec, start_positions) -> Int32[Array, " seqs"]:
     return jnp.array(start, jnp.int32)
 
 
-def clear_status(cache: Cache) -> Cache:
+def clear_status[C: (Cache, PooledCache)](cache: C) -> C:
     """Forget all status bits."""
+    if isinstance(cache, PooledCache):
+        return cache.with_pools(map(clear_status, cache.of_pools))
     return dataclasses.replace(cache, status=jnp.zeros_like(cache.status))
 
 
-def raise_status(cache: Cache, bit: Status, when) -> Cache:
+def raise_status[C: (Cache, PooledCache)](cache: C, bit: Status, when) -> C:
     """Set a status bit where `when` (a traced bool) holds."""
+    if isinstance(cache, PooledCache):
+        return cache.with_pools(raise_status(of, bit, when) for of in cache.of_pools)
     return dataclasses.replace(cache, status=cache.status | jnp.where(when, int(bit), 0).astype(jnp.int32))
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray
 
-from kvjax.cache import Cache
 from kvjax.kernels.pytree import pytree
 from kvjax.pages import ragged
 from kvjax.sampling import Sampling, log_probabilities, sample
@@ -36,7 +35,7 @@ class State:
     """Everything a generation carries from step to step.
 
     Attributes:
-        cache: the cache.
+        cache: the cache, of one pool or several.
         finish: int32 [seqs], a `Finish` each.
         token: int32 [seqs], the last token chosen, which the next step feeds.
         generated: int32 [seqs], tokens chosen so far.
@@ -45,10 +44,10 @@ class State:
         sampling: how each sequence samples.
         key: the random key; the key of a token is folded from it, the sequence and the token's number.
         seen: bool [seqs, vocab] for the repetition penalty, or None without one.
-        peak_pages: int32 [], most pages used at once.
+        peak_pages: int32 [pools], most pages of each pool used at once.
     """
 
-    cache: Cache
+    cache: Any
     finish: Int32[Array, " seqs"]
     token: Int32[Array, " seqs"]
     generated: Int32[Array, " seqs"]
@@ -57,7 +56,7 @@ class State:
     sampling: Sampling
     key: PRNGKeyArray
     seen: Bool[Array, "seqs vocab"] | None
-    peak_pages: Int32[Array, ""]
+    peak_pages: Int32[Array, " pools"]
 
 
 @pytree
@@ -97,7 +96,7 @@ def _run(model, state: State, tokens, lengths, longest: int, num_logprobs: int, 
     cache, report = end_step(cache, step)
     starved = ~report.ok & (lengths > 0) & give_up
     finish = jnp.where(starved, int(Finish.OUT_OF_PAGES), state.finish).astype(jnp.int32)
-    peak = jnp.maximum(state.peak_pages, cache.pages_used)
+    peak = jnp.maximum(state.peak_pages, jnp.stack([pool.pages_used for pool in cache.of_pools]))
     state = dataclasses.replace(state, cache=cache, finish=finish, peak_pages=peak)
     state, chosen = _choose(state, logits, choosing & report.ok, num_logprobs)
     return state, chosen, report.ok

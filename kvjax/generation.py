@@ -44,7 +44,8 @@ class Generated:
 class Generation:
     """A finished batch: one `Generated` for every prompt, times in seconds, and the cache's memory.
 
-    `compile_s` is what compiling or loading the decode loop took; the prefill's is in `ttft_s` and `prefill_s`.
+    `pages_used` are the most pages of each pool used at once. `compile_s` is what compiling or loading the decode loop
+    took; the prefill's is in `ttft_s` and `prefill_s`.
     """
 
     sequences: list[Generated]
@@ -52,7 +53,7 @@ class Generation:
     prefill_s: float
     decode_s: float
     compile_s: float
-    pages_used_peak: int
+    pages_used: tuple[int, ...]
     spec: CacheSpec
 
     @property
@@ -61,14 +62,21 @@ class Generation:
         tokens = sum(max(len(sequence.token_ids) - 1, 0) for sequence in self.sequences)
         return tokens / self.decode_s if self.decode_s > 0 else 0.0
 
+    @property
+    def pages_used_peak(self) -> int:
+        """Most pages used at once, of all pools."""
+        return sum(self.pages_used)
+
     def cache_facts(self) -> dict[str, int]:
         """Sizes of the cache: page_size, pages_total, pages_used_peak, bytes_total, bytes_used_peak."""
         return dict(
             page_size=self.spec.page_size,
-            pages_total=self.spec.num_pages - 1,
+            pages_total=self.spec.num_pages - len(self.spec.pools),
             pages_used_peak=self.pages_used_peak,
             bytes_total=sizes.cache_bytes(self.spec),
-            bytes_used_peak=self.pages_used_peak * sizes.page_bytes(self.spec),
+            bytes_used_peak=sum(
+                used * sizes.page_bytes(pool.spec) for used, pool in zip(self.pages_used, self.spec.pools, strict=True)
+            ),
         )
 
 
@@ -124,7 +132,7 @@ def _generate(run: Batch, progress: Callable[[int, int], None] | None, stop: Sto
         prefill_s=prefilled - began,
         decode_s=decoded - compiled,
         compile_s=compiled - prefilled,
-        pages_used_peak=int(run.state.peak_pages),
+        pages_used=tuple(run.state.peak_pages.tolist()),
         spec=run.spec,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from kvjax.cache import EMPTY_SPAN, STATUS_MEANING, Cache, Status
-from kvjax.errors import whole_number
+from kvjax.cache import EMPTY_SPAN, STATUS_MEANING, Cache, PooledCache, Status
+from kvjax.errors import InputError, shown, whole_number
 from kvjax.spec import CacheSpec
 
 
@@ -35,17 +37,28 @@ def broken_on_device(cache: Cache) -> Bool[Array, ""]:
     )
 
 
-def check(cache: Cache, *, held: dict[int, int] | None = None) -> None:
+def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[int, int]] | None = None) -> None:
     """Verify a cache on the host.
 
     Args:
         cache: the cache (read, not consumed).
         held: references that the host holds by page id (from `retain` and indexed full pages); if given, reference
-            counts must be exact, else they must be at least what the tables name.
+            counts must be exact, else they must be at least what the tables name. Of a cache of several pools, a list
+            of those of each.
 
     Raises: CacheError with what `status` says or the invariant that does not hold; InputError for references of pages
         that the pool does not have.
     """
+    if isinstance(cache, PooledCache):
+        of_pools = [None] * len(cache.of_pools) if held is None else held
+        if isinstance(of_pools, dict) or len(of_pools) != len(cache.of_pools):
+            raise InputError(
+                f"held is {shown(held)}: give a list of {len(cache.of_pools)}, one for each pool of the cache"
+            )
+        for of, references in zip(cache.of_pools, of_pools, strict=True):
+            check(of, held=references)
+        return
+    assert held is None or isinstance(held, dict)
     references = None if held is None else _references(cache.spec, held)
     status = Status(int(cache.status))
     if status:

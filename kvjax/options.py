@@ -28,7 +28,8 @@ class Options:
         stop_ids: token ids that end a sequence; they are the last token of its result. None takes those that end a
             text or a turn of a `LanguageModel`, and none for a module of your own.
         logprobs: None for none, or how many of the likeliest tokens to report beside the chosen one.
-        format, page_size, num_pages: of the cache; as many pages as the prompts may need by default.
+        format, skip_layers, page_size, num_pages: of the cache (see `CacheSpec`); by default the page size that suits
+            the format, and as many pages as the prompts may need.
         chunk_size: most prompt tokens a step.
     """
 
@@ -42,7 +43,8 @@ class Options:
     stop_ids: Sequence[int] | np.ndarray | None = None
     logprobs: int | None = None
     format: str = "float32"
-    page_size: int = 16
+    skip_layers: Sequence[int] = ()
+    page_size: int | None = None
     num_pages: int | None = None
     chunk_size: int = 512
 
@@ -71,15 +73,14 @@ def checked(prompts: object, options: Options, vocab_size: int) -> tuple[list[li
     limits = [whole_number("max_new_tokens", limit, 1, MOST_NEW_TOKENS) for limit in limits]
     whole: dict[str, int] = dict(
         seed=whole_number("seed", options.seed, 0, 2**32 - 1),
-        page_size=whole_number("page_size", options.page_size, 1),
         chunk_size=whole_number("chunk_size", options.chunk_size, 1),
     )
+    if options.page_size is not None:
+        whole["page_size"] = whole_number("page_size", options.page_size, 1)
     if options.logprobs is not None:
         whole["logprobs"] = whole_number("logprobs", options.logprobs, 0, vocab_size)
     if options.num_pages is not None:
         whole["num_pages"] = whole_number("num_pages", options.num_pages, 1)
-    if not isinstance(options.format, str):
-        raise InputError(f"format is {shown(options.format)}: give the name of a page format, such as 'float32'")
     stop_ids = _token_ids("stop_ids", () if options.stop_ids is None else options.stop_ids, vocab_size)
     return token_ids, limits, dataclasses.replace(options, stop_ids=stop_ids, **whole)
 

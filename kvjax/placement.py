@@ -80,13 +80,17 @@ def entry_ids(cache: Cache, sequence, page):
     return cache.page_table.at[where].get(mode="promise_in_bounds"), where
 
 
-def allocate_pages(cache: Cache, touched: Touched, ok):
-    """Pop a page for every new one; all or nothing. Returns the ids of the touched pages too (0 where none)."""
+def allocate_pages(cache: Cache, touched: Touched, ok, allowed):
+    """Pop a page for every new one; all or nothing, and nothing where it is not allowed.
+
+    Returns: the cache, the ids of the touched pages (0 where none), and whether there were pages enough.
+    """
     fits_row = touched.page - of_rows(cache.first, touched.sequence) < ring_of(cache.spec)
     wanted = touched.new.sum(dtype=jnp.int32)
     enough = (wanted <= cache.allocator.num_free) & (fits_row | ~touched.used).all()
     cache = raise_status(cache, Status.OUT_OF_PAGES, ok & ~enough)
-    ok = ok & enough
+    served = ok & enough
+    ok = served & allowed
 
     def allocate(allocator, table):
         allocator, ids = pages.pop(allocator, (touched.new & ok).reshape(-1))
@@ -97,7 +101,7 @@ def allocate_pages(cache: Cache, touched: Touched, ok):
     allocator, table = jax.lax.cond(ok & (wanted > 0), allocate, lambda *same: same, cache.allocator, cache.page_table)
     cache = dataclasses.replace(cache, allocator=allocator, page_table=table)
     ids, _ = entry_ids(cache, touched.sequence, touched.page)
-    return cache, jnp.where(touched.used & ok, ids, 0), ok
+    return cache, jnp.where(touched.used & ok, ids, 0), served
 
 
 def write_positions(cache: Cache, lengths, touched: Touched, ids) -> Cache:

@@ -1,4 +1,4 @@
-"""Operations on whole sequences: fork, truncate, release, and page sharing for a prefix index on the host.
+"""Operations on whole sequences: fork, truncate and release.
 
 They run between steps, once per request or per beam step, and cost O(table rows they name).
 """
@@ -6,6 +6,7 @@ They run between steps, once per request or per beam step, and cost O(table rows
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,15 +16,15 @@ from jaxtyping import Array, Bool, Int32, Integer
 
 from kvjax import pages
 from kvjax.arguments import integers
-from kvjax.cache import POSITION_END, Cache, Status, raise_status, ring_of
+from kvjax.cache import Cache, PooledCache, Status, on_all_pools, raise_status, ring_of
 from kvjax.kernels.formats import decode
-from kvjax.placement import entry_ids, set_positions
+from kvjax.placement import set_positions
 from kvjax.step import drop_pages, first_needed_page, scrub
 
 Integers = Integer[ArrayLike, " n"] | Sequence[int]
 
 
-def _inside(cache: Cache, sequences: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Bool[Array, ""]]:
+def inside_of(cache: Cache, sequences: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Bool[Array, ""]]:
     """Return the ids with 0 for those out of range, and whether there are none such."""
     inside = (sequences >= 0) & (sequences < cache.spec.max_seqs)
     return jnp.where(inside, sequences, 0), inside.all()
@@ -48,11 +49,11 @@ def _copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, "
     return set_positions(cache, target, jnp.where((target > 0)[:, None], positions, -1))
 
 
-def _select(ok: Bool[Array, ""], new, old):
+def select(ok: Bool[Array, ""], new, old):
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
-def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[Array, ""]]:
+def fork[C: (Cache, PooledCache)](cache: C, source: Integers, target: Integers) -> tuple[C, Bool[Array, ""]]:
     """Make each target sequence a copy of its source: full pages are shared, open pages and their keys are copied.
 
     All sources are read before any target is written, so permutations are allowed; what a target held is released.
@@ -71,7 +72,13 @@ def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[
     target = integers("target", target, source.shape)
     if not source.size:
         return cache, jnp.bool_(True)
-    (source, known_source), (target, known_target) = _inside(cache, source), _inside(cache, target)
+    cache, _, ok = on_all_pools(cache, functools.partial(_fork, source, target))
+    return cache, ok
+
+
+def _fork(source: Int32[Array, " n"], target: Int32[Array, " n"], number: int, cache: Cache, allowed: Bool[Array, ""]):
+    """Fork the sequences of one pool."""
+    (source, known_source), (target, known_target) = inside_of(cache, source), inside_of(cache, target)
     known = known_source & known_target & _first_named(target).all()
     moved = (source != target)[None, None, :, None]
     rows = cache.page_table[:, :, source]
@@ -80,7 +87,8 @@ def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[
     allocator, _ = pages.retain(cache.allocator, jnp.where(moved & ~is_open, rows, 0).reshape(-1))
     allocator, status, freed = drop_pages(allocator, cache.status, jnp.where(moved, old_rows, 0).reshape(-1))
     wanted = is_open.any(-1).reshape(-1)
-    ok = known & (wanted.sum() <= allocator.num_free)
+    served = known & (wanted.sum() <= allocator.num_free)
+    ok = served & allowed
     allocator, copies = pages.pop(allocator, wanted & ok)
 
     opened = jnp.where(is_open & ok, rows, 0).sum(-1).reshape(-1)
@@ -89,14 +97,14 @@ def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[
     forked = _copy_pages(cache, opened, copies, positions)
     forked = scrub(forked, jnp.where((freed_by_fork[:, None] == copies[None]).any(1), 0, freed_by_fork))
     rows = jnp.where(is_open, copies.reshape(is_open.shape[:3])[..., None], rows)
-    allocator, status = _select(ok, (allocator, status), (cache.allocator, cache.status))
+    allocator, status = select(ok, (allocator, status), (cache.allocator, cache.status))
 
     def moved_rows(array, axis_rows):
         index = (slice(None),) * axis_rows + (target,)
         taken = (slice(None),) * axis_rows + (source,)
         return array.at[index].set(jnp.where(ok, array[taken], array[index]))
 
-    return dataclasses.replace(
+    forked = dataclasses.replace(
         forked,
         page_table=cache.page_table.at[:, :, target].set(jnp.where(ok, rows, old_rows)),
         first=moved_rows(cache.first, 2),
@@ -106,10 +114,11 @@ def fork(cache: Cache, source: Integers, target: Integers) -> tuple[Cache, Bool[
         start_position=moved_rows(cache.start_position, 0),
         allocator=allocator,
         status=status,
-    ), ok
+    )
+    return forked, None, served
 
 
-def release(cache: Cache, sequences: Integers) -> Cache:
+def release[C: (Cache, PooledCache)](cache: C, sequences: Integers) -> C:
     """Empty sequences: their references are dropped, and a later sequence in their place starts at position 0.
 
     An id may be repeated. All or nothing: BAD_SEQUENCE is set and nothing changes if one is out of range.
@@ -119,7 +128,9 @@ def release(cache: Cache, sequences: Integers) -> Cache:
     sequences = integers("sequences", sequences, ("n",))
     if not sequences.size:
         return cache
-    sequences, inside = _inside(cache, sequences)
+    if isinstance(cache, PooledCache):
+        return cache.with_pools(release(of, sequences) for of in cache.of_pools)
+    sequences, inside = inside_of(cache, sequences)
     known = inside & _first_named(sequences)
     kept = known[None, None, :, None]
     rows = jnp.where(kept, cache.page_table[:, :, sequences], 0)
@@ -146,7 +157,7 @@ def _scrub_open(cache: Cache, released: Bool[Array, " seqs"]):
     return jax.tree.map(lambda of: jnp.where(released[None, None, :, None, None, None], 0, of), cache.open_keys)
 
 
-def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
+def truncate[C: (Cache, PooledCache)](cache: C, sequences: Integers, lengths: Integers) -> C:
     """Keep the first `lengths` tokens of sequences and return the pages that become empty.
 
     A page that becomes open again and is shared is copied first; where keys have scales per channel, those of the page
@@ -156,12 +167,18 @@ def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
 
     Raises: InputError for ids or lengths of the wrong shape or kind.
     """
-    spec = cache.spec
     sequences = integers("sequences", sequences, ("n",))
     lengths = integers("lengths", lengths, sequences.shape)
     if not sequences.size:
         return cache
-    sequences, inside = _inside(cache, sequences)
+    cache, _, ok = on_all_pools(cache, functools.partial(_truncate, sequences, lengths))
+    return raise_status(cache, Status.TRUNCATE_REFUSED, ~ok)
+
+
+def _truncate(sequences: Int32[Array, " n"], lengths: Int32[Array, " n"], _: int, cache: Cache, allowed):
+    """Truncate sequences of one pool."""
+    spec = cache.spec
+    sequences, inside = inside_of(cache, sequences)
     known = inside & _first_named(sequences).all()
     removed = jnp.maximum(cache.lengths[sequences] - lengths, 0)
     before, first = cache.next_slot[:, :, sequences], cache.first[:, :, sequences]
@@ -177,9 +194,10 @@ def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
     dropped = jnp.where(emptied | (is_open & shared[..., None]), rows, 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
     visible = first_needed_page(dataclasses.replace(spec, rollback=0), after)
-    ok = known & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
+    served = known & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
+    ok = served & allowed
     allocator, copies = pages.pop(allocator, (shared & ok).reshape(-1))
-    allocator, status = _select(ok, (allocator, status), (cache.allocator, cache.status))
+    allocator, status = select(ok, (allocator, status), (cache.allocator, cache.status))
 
     copies = copies.reshape(shared.shape)
     kept_page = jnp.where(ok, jnp.where(shared, copies, opened), 0)
@@ -199,8 +217,8 @@ def truncate(cache: Cache, sequences: Integers, lengths: Integers) -> Cache:
         allocator=allocator,
         status=status,
     )
-    truncated = scrub(truncated, jnp.where(ok & ~(freed[:, None] == copies.reshape(-1)[None]).any(1), freed, 0))
-    return raise_status(truncated, Status.TRUNCATE_REFUSED, ~ok)
+    kept = ~ok | (freed[:, None] == copies.reshape(-1)[None]).any(1)
+    return scrub(truncated, jnp.where(kept, 0, freed)), None, served
 
 
 def _reopen(cache: Cache, sequences, ids: Int32[Array, "layers groups n"], reopened: Bool[Array, "layers groups n"]):
@@ -209,102 +227,6 @@ def _reopen(cache: Cache, sequences, ids: Int32[Array, "layers groups n"], reope
         return None
     keys = cache.stored[0]
     taken = jax.tree.map(lambda pool: pool.at[ids].get(mode="promise_in_bounds"), (keys.codes, keys.scales))
-    decoded = decode(*taken, keys.form).astype(cache.open_keys.dtype)
+    decoded = decode(taken[0], taken[1], keys.form).astype(cache.open_keys.dtype)
     kept = jnp.where(reopened[..., None, None, None], decoded, cache.open_keys[:, :, sequences])
     return cache.open_keys.at[:, :, sequences].set(kept)
-
-
-def share(
-    cache: Cache,
-    sequence: Integer[ArrayLike, ""],
-    page_ids: Integer[ArrayLike, "layers groups n"],
-    start_position: Integer[ArrayLike, ""],
-) -> tuple[Cache, Bool[Array, ""]]:
-    """Put full pages that somebody holds at the front of an empty sequence; the sequence gets references of its own.
-
-    With no pages (n = 0) the sequence stays empty and starts at `start_position`.
-
-    Args:
-        cache: the cache; donate it.
-        sequence: integer [], id of an empty sequence.
-        page_ids: integers [layers, groups, n]; 0 at the front of a row where a window has passed.
-        start_position: integer [], position of the first token of page 0 of every row.
-
-    Returns: the cache, and False if the sequence is not empty, a page is free or not of the pool, named twice, not full
-        or at other positions than its place asks for, a visible page is missing, a row does not fit the table or
-        positions end before the row does: then nothing has changed. A page does not know its layer, its group or its
-        tokens: that these are right is the caller's to know.
-
-    Raises: InputError for arguments of the wrong shape or kind.
-    """
-    spec = cache.spec
-    sequence, start_position = integers("sequence", sequence, ()), integers("start_position", start_position, ())
-    page_ids = integers("page_ids", page_ids, (spec.num_layers, spec.groups, "n"))
-    num_pages = page_ids.shape[-1]
-    held = page_ids > 0
-    first = (jnp.cumsum(held, -1, dtype=jnp.int32) == 0).sum(-1, dtype=jnp.int32)
-    page = jnp.arange(num_pages, dtype=jnp.int32)[None, None]
-    next_slot = jnp.full_like(first, num_pages * spec.page_size)
-    visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot[..., None])[..., 0]
-    complete = (held == (page >= first[..., None])).all() & (first <= visible).all()
-    fits = (num_pages - first <= ring_of(spec)[..., 0]).all()
-    last_start = min(POSITION_END - num_pages * spec.page_size, POSITION_END - 1)
-    positioned = (start_position >= 0) & (start_position <= last_start) & _in_place(cache, page_ids, start_position)
-    sequence, inside = _inside(cache, sequence[None])
-    sequence = sequence[0]
-    empty = (cache.next_slot[:, :, sequence] == 0).all()
-    ok = inside & empty & complete & fits & positioned
-    allocator, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
-    ok = ok & all_held
-
-    _, where = entry_ids(cache, *(jnp.broadcast_to(of_all, page_ids.shape) for of_all in (sequence, page)))
-    table = cache.page_table.at[where].add(jnp.where(ok, page_ids, 0))
-    return dataclasses.replace(
-        cache,
-        page_table=table,
-        first=cache.first.at[:, :, sequence].set(jnp.where(ok, first, cache.first[:, :, sequence])),
-        next_slot=cache.next_slot.at[:, :, sequence].add(jnp.where(ok, next_slot, 0)),
-        next_position=cache.next_position.at[sequence].set(
-            jnp.where(ok, start_position + num_pages * spec.page_size, cache.next_position[sequence])
-        ),
-        start_position=cache.start_position.at[sequence].set(
-            jnp.where(ok, start_position, cache.start_position[sequence])
-        ),
-        allocator=allocator,
-    ), ok
-
-
-def _in_place(cache: Cache, page_ids: Int32[Array, "layers groups n"], start_position) -> Bool[Array, ""]:
-    """Return whether every page is full of the positions of its place in the row, and none is named twice."""
-    size = cache.spec.page_size
-    known = jnp.where((page_ids > 0) & (page_ids < cache.spec.num_pages), page_ids, 0)
-    place = jnp.arange(page_ids.shape[-1] * size, dtype=jnp.int32).reshape(1, 1, -1, size)
-    stored = cache.positions.at[known].get(mode="promise_in_bounds")
-    named = jnp.sort(page_ids.reshape(-1))
-    twice = (named[1:] == named[:-1]) & (named[1:] > 0)
-    return ((stored == start_position + place) | (page_ids <= 0)[..., None]).all() & ~twice.any()
-
-
-def retain(cache: Cache, ids: Integers) -> Cache:
-    """Add a reference of the host's to pages (0 is ignored, repeats count).
-
-    All or nothing: DOUBLE_FREE is set and nothing changes if a page is free or an id is out of the pool.
-
-    Raises: InputError for ids of the wrong shape or kind.
-    """
-    allocator, ok = pages.retain(cache.allocator, integers("ids", ids, ("n",)))
-    return raise_status(dataclasses.replace(cache, allocator=allocator), Status.DOUBLE_FREE, ~ok)
-
-
-def drop(cache: Cache, ids: Integers) -> Cache:
-    """Take a reference of the host's to pages away (0 is ignored, repeats count).
-
-    All or nothing: DOUBLE_FREE is set and nothing changes if a page has no reference left or an id is out of the pool.
-
-    Raises: InputError for ids of the wrong shape or kind.
-    """
-    ids = integers("ids", ids, ("n",))
-    if not ids.size:
-        return cache
-    allocator, status, freed = drop_pages(cache.allocator, cache.status, ids)
-    return scrub(dataclasses.replace(cache, allocator=allocator, status=status), freed)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.errors import InputError
 from kvjax.kernels.formats import Format
 from kvjax.spec import CacheSpec, pages_for
 
@@ -16,7 +17,12 @@ POOL = ("keys", "values", "key_scales", "value_scales")
 
 
 def cache_shapes(spec: CacheSpec) -> dict[str, Any]:
-    """Return shape and dtype of every array of a cache, or of a tuple of arrays, by name."""
+    """Return shape and dtype of every array of a cache, or of a tuple of arrays, by name.
+
+    Raises: InputError for a cache of several pools, whose pages differ: `spec.pools` describes each.
+    """
+    if len(spec.pools) > 1:
+        raise InputError("skip_layers makes several pools, whose pages differ in size: ask of each of spec.pools")
     rows = (spec.num_layers, spec.groups, spec.max_seqs)
     (keys, key_scales), (values, value_scales) = _stored(spec, spec.key_form), _stored(spec, spec.value_form)
     open_keys = None
@@ -55,13 +61,13 @@ def _bytes(*arrays: Any) -> int:
 
 def cache_bytes(spec: CacheSpec) -> int:
     """Bytes of all arrays of a cache."""
-    return _bytes(cache_shapes(spec))
+    return sum(_bytes(cache_shapes(pool.spec)) for pool in spec.pools)
 
 
 def pool_bytes(spec: CacheSpec) -> int:
     """Bytes of the keys and values of a cache, their scales included."""
-    shapes = cache_shapes(spec)
-    return _bytes(*(shapes[name] for name in POOL))
+    of_pools = [cache_shapes(pool.spec) for pool in spec.pools]
+    return _bytes(*(shapes[name] for shapes in of_pools for name in POOL))
 
 
 def page_bytes(spec: CacheSpec) -> int:
@@ -81,10 +87,13 @@ def most_pages(spec: CacheSpec, tokens: int) -> int:
 
 def token_bytes(spec: CacheSpec) -> float:
     """Bytes that a token takes in full pages of all layers: keys, values, scales and its share of per-page arrays."""
-    return page_bytes(spec) * spec.num_layers * spec.groups / spec.page_size
+    of_pools = [pool.spec for pool in spec.pools]
+    return sum(page_bytes(of) * of.num_layers for of in of_pools) * spec.groups / spec.page_size
 
 
 def sequence_bytes(spec: CacheSpec, tokens: int) -> int:
     """Bytes of what a sequence of `tokens` tokens holds: its pages and, for keys per channel, its open ones."""
+    if len(spec.pools) > 1:
+        return sum(sequence_bytes(pool.spec, tokens) for pool in spec.pools)
     open_keys = cache_shapes(spec)["open_keys"]
     return most_pages(spec, tokens) * page_bytes(spec) + _bytes(open_keys) // spec.max_seqs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,11 +22,11 @@ _ALIASES = {
 }  # fmt: skip
 # Names that stand for one format of keys and another of values, the best of those measured (docs/formats.md).
 _PAIRS = {"int4": ("int4_per_channel", "int4_hadamard")}
+_OF_BOTH = tuple(name for name, form in FORMATS.items() if not form.is_per_channel)
 _FORMATS_OF = {
-    "format": tuple(name for name, form in FORMATS.items() if not form.is_per_channel) + tuple(_PAIRS),
-    "key_format": (*FORMATS, *_PAIRS),
-    "value_format": tuple(name for name, form in FORMATS.items() if not form.is_per_channel) + tuple(_PAIRS),
-}
+    "format": (*_OF_BOTH, *_PAIRS), "key_format": (*FORMATS, *_PAIRS), "value_format": (*_OF_BOTH, *_PAIRS),
+    "skip_format": (*_OF_BOTH, *_PAIRS),
+}  # fmt: skip
 
 
 def canonical_format(name: str, of: str = "format") -> str:
@@ -59,7 +60,7 @@ class CacheSpec:
         num_layers: attention layers of the model.
         num_kv_heads: key/value heads of a layer.
         head_dim: values per head, even.
-        num_pages: pages in the pool, the trash page 0 included.
+        num_pages: pages in the pool, the trash page 0 included; of both pools where `skip_layers` makes two.
         max_seqs: sequences the cache can hold at once.
         pages_per_seq: table entries of a sequence in one layer; `pages_per_seq * page_size` tokens fit a layer
             without a window, a windowed layer reuses its entries for ever.
@@ -69,6 +70,11 @@ class CacheSpec:
             "int4" (keys with scales per channel of a page, which wants a page_size of 64, and rotated values),
             "int4_hadamard" (both rotated, with scales per token), "int4_per_token", or an alias (vLLM's names).
         key_format, value_format: other formats of keys or values than `format`; "int4_per_channel" is for keys only.
+        skip_layers: layers whose keys and values are stored in `skip_format`, in a pool of their own; negative numbers
+            count from the last layer. Models then name layers by numbers, not by traced values.
+        skip_format: the format of those layers.
+        skip_pages: how many of the pages are theirs, their page 0 included; None shares by what the longest sequence
+            needs of each pool.
         windows: per layer the sliding window in tokens (a query sees itself and the `window - 1` tokens before
             it) or None; None for all layers means no windows.
         rollback: tokens that `truncate` can take back in a windowed layer.
@@ -91,6 +97,9 @@ class CacheSpec:
     format: str = "bfloat16"
     key_format: str | None = None
     value_format: str | None = None
+    skip_layers: Sequence[int] = ()
+    skip_format: str = "bfloat16"
+    skip_pages: int | None = None
     windows: Sequence[int | None] | None = None
     rollback: int = 0
     groups: int = 1
@@ -102,13 +111,16 @@ class CacheSpec:
         for name in ("key_format", "value_format"):
             own = getattr(self, name)
             object.__setattr__(self, name, None if own is None else canonical_format(own, name))
+        object.__setattr__(self, "skip_format", canonical_format(self.skip_format, "skip_format"))
         for name, least in _LEAST.items():
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         for name in ("scrub_on_free", "debug"):
             if not isinstance(getattr(self, name), bool | np.bool):
                 raise InputError(f"{name} is {shown(getattr(self, name))}: it must be True or False")
         object.__setattr__(self, "windows", self._named_windows())
+        object.__setattr__(self, "skip_layers", self._named_layers())
         self._check_shapes()
+        self._check_skip_pages()
         self._check_windows()
 
     def _check_shapes(self):
@@ -118,11 +130,11 @@ class CacheSpec:
             raise InputError(f"head_dim {self.head_dim} is odd: rotary pairs and packed formats need an even size")
         if self.groups not in (1, self.num_kv_heads):
             raise InputError(f"groups {self.groups} is neither 1 nor num_kv_heads ({self.num_kv_heads})")
-        row_pages = self.num_layers * self.groups
-        if self.num_pages < row_pages + 1:
+        row_pages, pools = self.num_layers * self.groups, 2 if self.skip_layers else 1
+        if self.num_pages < row_pages + pools:
             raise InputError(
                 f"num_pages {self.num_pages} cannot hold one sequence: {self.num_layers} layers x {self.groups} groups "
-                f"need a page each and page 0 is reserved; use at least {row_pages + 1}"
+                f"need a page each and page 0 of {pools} pools is reserved; use at least {row_pages + pools}"
             )
 
     def _named_windows(self) -> tuple[int | None, ...]:
@@ -137,6 +149,24 @@ class CacheSpec:
             None if window is None else whole_number(f"windows[{layer}]", window, 1)
             for layer, window in enumerate(self.windows)
         )
+
+    def _named_layers(self) -> tuple[int, ...]:
+        if not isinstance(self.skip_layers, Sequence | np.ndarray) or isinstance(self.skip_layers, str | bytes):
+            raise InputError(f"skip_layers is {shown(self.skip_layers)}: give a list of layers")
+        layers = self.num_layers
+        named = {whole_number("a layer of skip_layers", of, -layers, layers - 1) % layers for of in self.skip_layers}
+        if len(named) == layers:
+            raise InputError(f"skip_layers names all {layers} layers: give format={self.skip_format!r} in its place")
+        return tuple(sorted(named))
+
+    def _check_skip_pages(self):
+        if self.skip_pages is None:
+            return
+        if not self.skip_layers:
+            raise InputError(f"skip_pages is {shown(self.skip_pages)} and there are no skip_layers: name them")
+        least = len(self.skip_layers) * self.groups + 1
+        most = self.num_pages - 1 - (self.num_layers - len(self.skip_layers)) * self.groups
+        object.__setattr__(self, "skip_pages", whole_number("skip_pages", self.skip_pages, least, most))
 
     def _check_windows(self):
         if len(self.layer_windows) != self.num_layers:
@@ -169,6 +199,38 @@ class CacheSpec:
         """The rings of the layers that have a window: the least `pages_per_seq` may be."""
         return tuple(self._ring_of_window(w) for w in self.layer_windows if w is not None)
 
+    @functools.cached_property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The layers that share a pool of pages, and what describes each pool: one for all, or two."""
+        if not self.skip_layers:
+            return (PoolSpec(tuple(range(self.num_layers)), self),)
+        kept = tuple(layer for layer in range(self.num_layers) if layer not in self.skip_layers)
+        parts, skip_pages = (kept, tuple(self.skip_layers)), self.skip_pages or self._share_of(self.skip_layers, kept)
+        pages = (self.num_pages - skip_pages, skip_pages)
+        formats = (dict(), dict(format=self.skip_format, key_format=None, value_format=None))
+        return tuple(
+            PoolSpec(
+                layers,
+                dataclasses.replace(
+                    self, num_layers=len(layers), num_pages=count, skip_layers=(), skip_pages=None,
+                    windows=[self.layer_windows[layer] for layer in layers], **changes,
+                ),
+            )
+            for layers, count, changes in zip(parts, pages, formats, strict=True)
+        )  # fmt: skip
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Return the number of the pool that a layer is in, and the layer's place there."""
+        number = next(number for number, pool in enumerate(self.pools) if layer in pool.layers)
+        return number, self.pools[number].layers.index(layer)
+
+    def _share_of(self, layers: Sequence[int], others: Sequence[int]) -> int:
+        """Pages for some layers, by what the longest sequence holds of each; every layer has one for a sequence."""
+        need, of_all = sum(self.rings[layer] for layer in layers), sum(self.rings)
+        share = round((self.num_pages - 2) * need / of_all) + 1
+        most = self.num_pages - 1 - len(others) * self.groups
+        return min(max(share, 1 + len(layers) * self.groups), most)
+
     @property
     def heads_per_group(self) -> int:
         """KV heads whose keys and values share a page."""
@@ -200,6 +262,14 @@ class CacheSpec:
     def max_tokens(self) -> int | None:
         """Most tokens of one sequence, or None if every layer has a window and a sequence may run for ever."""
         return None if all(self.layer_windows) else self.pages_per_seq * self.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Layers of a model, in order, whose pages come from one pool, and the description of a cache of these alone."""
+
+    layers: tuple[int, ...]
+    spec: CacheSpec
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Int32, Integer
 
 from kvjax import pages
 from kvjax.arguments import array, integers
-from kvjax.cache import POSITION_END, Cache, Status, raise_status
+from kvjax.cache import POSITION_END, Cache, PooledCache, Status, on_all_pools, raise_status
 from kvjax.errors import whole_number
 from kvjax.invariants import broken_on_device
 from kvjax.kernels.pytree import pytree
@@ -34,10 +35,10 @@ class Step:
         starts: int32 [seqs], place of its first token.
         sequence, position: int32 [tokens], owner and position of each token (0 where padded).
         valid: bool [tokens].
-        writes: the pages that receive keys and values.
+        writes: the pages that receive keys and values; those of each pool where the cache has several.
         index: bool [seqs], sequences whose full pages get a reference for the prefix index.
         max_query_length: most tokens of one sequence (static).
-        plan: what `plan_step` worked out for a kernel.
+        plan: what `plan_step` worked out for a kernel; for each pool where the cache has several.
     """
 
     ok: Bool[Array, ""]
@@ -46,10 +47,15 @@ class Step:
     sequence: Int32[Array, " tokens"]
     position: Int32[Array, " tokens"]
     valid: Bool[Array, " tokens"]
-    writes: Writes
+    writes: Writes | tuple[Writes, ...]
     index: Bool[Array, " seqs"]
     max_query_length: int = dataclasses.field(metadata=dict(static=True))
     plan: Any = None
+
+    def of_pool(self, number: int) -> Step:
+        """The step of one of several pools."""
+        assert isinstance(self.writes, tuple)
+        return dataclasses.replace(self, writes=self.writes[number], plan=self.plan[number])
 
     @property
     def last_token(self) -> Int32[Array, " seqs"]:
@@ -64,27 +70,28 @@ class Report:
     Attributes:
         ok: bool [].
         status: int32 [], bits of `Status`.
-        num_free: int32 [], free pages.
+        num_free: int32 [], free pages; int32 [pools] where the cache has several.
         lengths: int32 [seqs], tokens seen.
         full_pages: int32 [layers, groups, seqs, ceil(max_query_length / page_size)], pages that became full in this
             step and are still in the table, else 0; those of indexed sequences carry one more reference, the caller's.
+            One array for each pool where the cache has several.
     """
 
     ok: Bool[Array, ""]
     status: Int32[Array, ""]
-    num_free: Int32[Array, ""]
+    num_free: Int32[Array, "*pools"]
     lengths: Int32[Array, " seqs"]
-    full_pages: Int32[Array, "layers groups seqs full"]
+    full_pages: Int32[Array, "layers groups seqs full"] | tuple[Array, ...]
 
 
-def begin_step(
-    cache: Cache,
+def begin_step[C: (Cache, PooledCache)](
+    cache: C,
     query_lengths: Integer[ArrayLike, " seqs"] | Sequence[int],
     *,
     num_tokens: int,
     max_query_length: int,
     index: Bool[ArrayLike, " seqs"] | Sequence[bool] | None = None,
-) -> tuple[Cache, Step]:
+) -> tuple[C, Step]:
     """Allocate the slots of a step's tokens in all layers.
 
     When pages run out nothing is allocated: `step.ok` is False, all lengths count as 0 and the step changes nothing.
@@ -103,17 +110,27 @@ def begin_step(
     max_query_length = whole_number("max_query_length", max_query_length, 1, spec.max_query_length)
     lengths = integers("query_lengths", query_lengths, (spec.max_seqs,))
     index = np.zeros(spec.max_seqs, bool) if index is None else array("index", index, (spec.max_seqs,), np.bool_)
+    begin = functools.partial(_begin, lengths, jnp.asarray(index), num_tokens, max_query_length)
+    cache, steps, _ = on_all_pools(cache, begin)
+    if len(steps) == 1:
+        return cache, steps[0]
+    plans = (None,) * len(steps)
+    return cache, dataclasses.replace(steps[0], writes=tuple(step.writes for step in steps), plan=plans)
+
+
+def _begin(lengths, index, num_tokens: int, max_query_length: int, _: int, cache: Cache, allowed):
+    """Begin a step of one pool; returns whether it can be served too."""
     cache, lengths, ok = _accept(cache, lengths, num_tokens, max_query_length)
     touched = touched_pages(cache, lengths, num_tokens, max_query_length)
-    cache, ids, ok = allocate_pages(cache, touched, ok)
+    cache, ids, served = allocate_pages(cache, touched, ok, allowed)
+    ok = served & allowed
     lengths = jnp.where(ok, lengths, 0)
     cache = write_positions(cache, lengths, touched, ids)
     sequence, offset, valid = pages.ragged(lengths, num_tokens)
     position = jnp.where(valid, cache.next_position.at[sequence].get(mode="promise_in_bounds") + offset, 0)
     starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     writes = writes_of(cache, lengths, starts, touched, ids)
-    step = Step(ok, lengths, starts, sequence, position, valid, writes, jnp.asarray(index), max_query_length)
-    return cache, step
+    return cache, Step(ok, lengths, starts, sequence, position, valid, writes, index, max_query_length), served
 
 
 def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
@@ -130,7 +147,7 @@ def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
     return cache, lengths, ~(bad | at_end)
 
 
-def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
+def end_step[C: (Cache, PooledCache)](cache: C, step: Step) -> tuple[C, Report]:
     """Advance lengths and positions, return pages that windows have passed, and report.
 
     Args:
@@ -139,6 +156,16 @@ def end_step(cache: Cache, step: Step) -> tuple[Cache, Report]:
 
     Returns: the cache, and a report of its own that the host may read late.
     """
+    if isinstance(cache, PooledCache):
+        caches, reports = zip(*(_end(of, step.of_pool(i)) for i, of in enumerate(cache.of_pools)), strict=True)
+        cache = cache.with_pools(caches)
+        num_free, full = jnp.stack([of.num_free for of in reports]), tuple(of.full_pages for of in reports)
+        return cache, dataclasses.replace(reports[0], status=cache.status + 0, num_free=num_free, full_pages=full)
+    return _end(cache, step)
+
+
+def _end(cache: Cache, step: Step) -> tuple[Cache, Report]:
+    """End a step of one pool."""
     spec = cache.spec
     # Nothing else tells XLA that the layers read the tables first: it would copy them to edit them early.
     tables, _ = jax.lax.optimization_barrier((cache.page_table, cache.keys))

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 import kvjax.attention
-from kvjax.cache import Cache
+from kvjax.cache import Cache, PooledCache
 from kvjax.kernels import dense_attention
 from kvjax.models.config import DecoderConfig, rotary
 from kvjax.models.layers import Linear, Norm, activation_of
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         """Return the normalised output of the last layer, [tokens, hidden], and the state that `attention` carries."""
         x = self.embed[tokens]
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        if self.scan:
+        if self.scan and len(getattr(state, "of_pools", ())) < 2:
             structure, weights = nnx.split(self.layers[0])
 
             def body(carry, scanned):
@@ -122,9 +122,16 @@ class Decoder(nnx.Module):
             numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, state), _ = jax.lax.scan(body, (x, state), (numbers, weights))
         else:
-            for number, layer in enumerate(self.layers):
-                x, state = layer(x, number, attention, state)
+            for number in range(self.config.num_layers):
+                x, state = self._layer(number)(x, number, attention, state)
         return self.final_norm(x), state
+
+    def _layer(self, number: int) -> Layer:
+        """One layer, cut out of the stack where the layers are stacked."""
+        if not self.scan:
+            return self.layers[number]
+        structure, weights = nnx.split(self.layers[0])
+        return nnx.merge(structure, jax.tree.map(lambda of_all: of_all[number], weights))
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
         """Return float32 logits of hidden states."""
@@ -133,9 +140,9 @@ class Decoder(nnx.Module):
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def __call__(
-        self, cache: Cache, step: Step, tokens: Int32[Array, " tokens"], *, all_tokens: bool = False
-    ) -> tuple[Float[Array, "n vocab"], Cache]:
+    def __call__[C: (Cache, PooledCache)](
+        self, cache: C, step: Step, tokens: Int32[Array, " tokens"], *, all_tokens: bool = False
+    ) -> tuple[Float[Array, "n vocab"], C]:
         """Run the packed tokens of one step through the model.
 
         Returns: float32 logits of every sequence's last token [seqs, vocab] (of no meaning for a sequence that brings

@@ -29,6 +29,7 @@ FLOORS = {
     "kvjax.invariants": 1,
     "kvjax.rotary": 1,
     "kvjax.sequences": 1,
+    "kvjax.sharing": 1,
     "kvjax.step": 1,
     "kvjax.placement": 1,
     "kvjax.attention": 2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -82,7 +83,7 @@ def paged_attention(
 
     Returns: as the backend does.
     """
-    of_both = dict(scale=scale, soft_cap=soft_cap)
+    of_both: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap)
     full = backend(
         q, keys, values, positions, dataclasses.replace(rows, full_only=True), queries, sink_query=sink_query,
         last_logits=last_logits, max_query_length=max_query_length, **of_both, **options,

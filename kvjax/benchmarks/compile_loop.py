@@ -67,7 +67,7 @@ def state_of(spec: CacheSpec) -> State:
     return State(
         cache=init_cache(spec), finish=zeros(), token=zeros(), generated=zeros(), limit=zeros(),
         stop_ids=jnp.zeros(4, jnp.int32), sampling=sampling(spec.max_seqs), key=jax.random.key(0), seen=None,
-        peak_pages=jnp.int32(0),
+        peak_pages=jnp.zeros(1, jnp.int32),
     )  # fmt: skip
 
 

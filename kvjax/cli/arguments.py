@@ -55,10 +55,14 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         "--kv-format",
         "--kv-cache-dtype",
         default="auto",
-        help="format of the pages: float32, bfloat16, float16, fp8_e4m3, fp8_e5m2, int8, int4_hadamard; auto follows "
-        "--dtype (default: %(default)s)",
+        help="format of the pages: float32, bfloat16, float16, fp8_e4m3, fp8_e5m2, int8, int4, int4_hadamard; auto "
+        "follows --dtype (default: %(default)s)",
     )
-    group.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: %(default)s)")
+    group.add_argument(
+        "--skip-layers", type=int, nargs="+", default=(), metavar="LAYER",
+        help="layers whose pages stay bfloat16; negative numbers count from the last",
+    )  # fmt: skip
+    group.add_argument("--page-size", type=int, help="tokens of a page (default: 64 for int4, else 16)")
     group.add_argument("--num-pages", type=int, help="pages of the pool, page 0 included; default: what is needed")
 
 
@@ -74,7 +78,7 @@ def sampling_options(args: argparse.Namespace, count: int) -> dict[str, Any]:
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `Options` that the flags of the cache set."""
     form = args.dtype if args.kv_format == "auto" else args.kv_format
-    return dict(format=form, page_size=args.page_size, num_pages=args.num_pages)
+    return dict(format=form, skip_layers=args.skip_layers, page_size=args.page_size, num_pages=args.num_pages)
 
 
 def progress(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from helpers.oracle import dense_attention, rotate
 
-from kvjax import sequences
+from kvjax import sequences, sharing
 from kvjax.attention import attend
-from kvjax.cache import Cache, init_cache
+from kvjax.cache import Cache, PooledCache, init_cache
 from kvjax.kernels.formats import Format, decode, encode
 from kvjax.kernels.formats import rotate as hadamard
 from kvjax.spec import CacheSpec
@@ -35,7 +36,7 @@ def jit(function, **options):
 fork, truncate, release, share, retain, drop = map(
     jit,
     (
-        sequences.fork, sequences.truncate, sequences.release, sequences.share, sequences.retain, sequences.drop,
+        sequences.fork, sequences.truncate, sequences.release, sharing.share, sharing.retain, sharing.drop,
     ),
 )  # fmt: skip
 
@@ -98,9 +99,15 @@ def program(num_tokens: int, max_query_length: int, static_layer: bool = False, 
     return jit(run, donate_argnums=0)
 
 
-@jit
-def poison(cache: Cache) -> Cache:
+def poison[C: (Cache, PooledCache)](cache: C) -> C:
     """Put NaN into every slot that holds no token, trash and free pages included, and lies into free positions."""
+    if isinstance(cache, PooledCache):
+        return cache.with_pools(map(_poison, cache.of_pools))
+    return _poison(cache)
+
+
+@jit
+def _poison(cache: Cache) -> Cache:
     free = (cache.allocator.refcounts == 0).at[0].set(False)
     unused = (free[:, None] | (cache.positions < 0))[:, None]
 
@@ -134,20 +141,22 @@ def _poison_open(cache: Cache, spoil, unused) -> Cache:
     )
 
 
-def leaves(cache: Cache) -> dict[str, np.ndarray]:
+def leaves(cache: Cache | PooledCache) -> dict[str, np.ndarray]:
     """All arrays of a cache by name, without the trash page; bfloat16 as float32, so that NaN equals NaN."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
         name, array = jax.tree_util.keystr(path), np.asarray(leaf)
-        is_pool = name.startswith((".keys", ".values", ".key_scales", ".value_scales"))
+        is_pool = re.search(r"\.(keys|values|key_scales|value_scales)\b", name)
         array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         named[name] = array[1:] if is_pool else array
     return named
 
 
-def assert_same(cache: Cache, before: dict[str, np.ndarray], *, but: tuple[str, ...] = (".status",)) -> None:
+def assert_same(
+    cache: Cache | PooledCache, before: dict[str, np.ndarray], *, but: str | tuple[str, ...] = ".status"
+) -> None:
     for name, leaf in leaves(cache).items():
-        if name not in but:
+        if not name.endswith(but):
             np.testing.assert_array_equal(leaf, before[name], err_msg=name)
 
 
@@ -233,9 +242,18 @@ class Twin:
             place += length
         return out
 
-    def keys_as_read(self, k) -> np.ndarray:
-        """Keys [layers, tokens, heads, head_dim] of a sequence, of its full pages and the open one."""
-        form, size = self.spec.key_form, self.spec.page_size
+    def as_read(self, k, v) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values [layers, tokens, heads, head_dim] of a sequence, in the formats of all layers."""
+        keys, values = np.array(k), np.array(v)
+        for pool in self.spec.pools:
+            layers = list(pool.layers)
+            keys[layers] = self.keys_as_read(keys[layers], pool.spec.key_form)
+            values[layers] = as_stored(values[layers], pool.spec.value_form)
+        return keys, values
+
+    def keys_as_read(self, k, form: Format) -> np.ndarray:
+        """Keys of a sequence, of its full pages and the open one."""
+        size = self.spec.page_size
         if not form.is_per_channel:
             return as_stored(k, form)
         k = np.asarray(jnp.asarray(k, jnp.bfloat16), np.float32)
@@ -249,7 +267,7 @@ class Twin:
         tokens, size = self.tokens[sequence], self.spec.page_size
         if self.spec.key_form.is_per_channel and tokens and length // size < len(tokens) // size:
             assert self.rotary is None, "tokens are kept as they came, and pages hold what was rotated"
-            read = self.keys_as_read(np.stack([k for k, _ in tokens], axis=1))
+            read = self.as_read(*(np.stack(of, axis=1) for of in zip(*tokens, strict=True)))[0]
             tokens = [(read[:, i], v) if i >= length // size * size else (k, v) for i, (k, v) in enumerate(tokens)]
         self.tokens[sequence] = tokens[:length]
 
@@ -260,7 +278,7 @@ class Twin:
         if self.rotary is not None:
             phases = np.asarray(self.rotary.phases)[0]
             q, k = rotate(q, query_positions, phases), rotate(k, positions, phases)
-        k, v = self.keys_as_read(k), as_stored(v, self.spec.value_form)
+        k, v = self.as_read(k, v)
         options: dict[str, Any] = dict(scale=self.scale, soft_cap=self.soft_cap, sink_logits=self.sinks)
         return np.stack(
             [
