@@ -121,6 +121,7 @@ def paged_attention(
         value_format=values.form.name,
         heads_per_kv_head=heads,
     )
+    reason = reason or _refuses_lone_heads(keys, values)
     reason = reason or _refuses_sizes(
         entries, kv_heads // shape.heads * num_tiles, 0 if is_decode else last_logits, heads
     )
@@ -144,6 +145,15 @@ def paged_attention(
             logits = launch([of[at] for of in given], recent, None, jnp.arange(seqs, dtype=jnp.int32), shape)[2]
     out = _untile_rows(attended, tiles, queries, q.shape, 0)
     return Attention(out, _untile_rows(lse, tiles, queries, (*q.shape[:2], 1), -jnp.inf)[..., 0], logits)
+
+
+def _refuses_lone_heads(*pools: Stored) -> str | None:
+    """Scales of one head to a page are copied at twice their size, and of smaller pages padded further."""
+    _, in_group, page_size, _ = pools[0].codes.shape
+    for form in (of.form for of in pools):
+        if in_group == 1 and page_size < LANES and form.is_quantized and not form.is_per_channel:
+            return f"page_size {page_size} of {form.name} is less than {LANES} where a page has one head"
+    return None
 
 
 def _refuses_sizes(entries: int, steps: int, last_logits: int, heads: int) -> str | None:

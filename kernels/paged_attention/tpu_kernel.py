@@ -181,6 +181,7 @@ def attend_tiles(
         pages, steps = choices.shape.pages, plan.steps.shape[1]
         of_slots = (steps, pl.cdiv(pool.table.shape[-1], pages), heads, num_rows, pages * choices.page_size)
         outs.append((jax.ShapeDtypeStruct(of_slots, jnp.float32), in_hbm))
+    buffers: Any = _buffers(choices, pool, num_rows, head_dim)
     out, lse, *logits = pl.pallas_call(
         functools.partial(_kernel, choices=choices),
         out_shape=[shape for shape, _ in outs],
@@ -189,7 +190,7 @@ def attend_tiles(
             grid=(kv_heads // heads, plan.tiles.shape[1]),
             in_specs=[of_tile(head_dim), jax.tree.map(lambda _: in_hbm, pool), *(spec for _, spec in optional)],
             out_specs=[spec for _, spec in outs],
-            scratch_shapes=[_buffers(choices, pool, num_rows, head_dim)],
+            scratch_shapes=[buffers],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=False if interpret is None else interpret,

@@ -7,6 +7,8 @@ environment that has the compiler.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,9 +22,10 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from kvjax.benchmarks.compile_checks import whole_pool_operations
+from kvjax.benchmarks.compile_checks import bytes_on_a_device, whole_pool_operations
 from kvjax.benchmarks.compile_kernels import some_of
 from kvjax.benchmarks.deviceless import mesh_of, placed
+from kvjax.kernels.formats import FORMATS, Stored
 from kvjax.kernels.paged_attention import Queries, Rows, tpu
 from kvjax.kernels.shapes import ATTENTION_SHAPES, AttentionShape
 
@@ -30,7 +33,16 @@ BYTES_PER_SECOND = dict(v5e=819e9, v6e=1640e9)
 VECTOR_MEMORY_LIMIT = 16 << 20  # of one kernel, by default
 SCALAR_MEMORY_LIMIT = 1 << 20
 POOL_BYTES = 1 << 30  # at least, so that a copy shows
+QUANTIZED_POOL_BYTES = 8 << 30  # copies of the scales of a smaller one fit vector memory, and do not show
 TEMP_SHARE = 0.1  # of the pool
+PLAIN = ("bfloat16", "bfloat16")
+# Formats of keys and of values.
+QUANTIZED = (
+    ("fp8_e4m3", "fp8_e4m3"),
+    ("int8", "int8"),
+    ("int4_hadamard", "int4_hadamard"),
+    ("int4_per_channel", "int4_hadamard"),
+)
 
 
 def faults(row: dict[str, Any], pool_bytes: int) -> list[str]:
@@ -50,27 +62,49 @@ def faults(row: dict[str, Any], pool_bytes: int) -> list[str]:
     return [fault for fault, is_broken in limits.items() if is_broken]
 
 
-def served(shape: AttentionShape) -> bool:
-    """Whether the kernel serves a shape."""
+def served(shape: AttentionShape, forms: tuple[str, str] = PLAIN) -> bool:
+    """Whether the kernel serves a shape with keys and values in those formats."""
+    keys, values = forms
     return tpu.refuses(
-        head_dim=shape.head_dim, page_size=shape.page_size, dtype="bfloat16", key_format="bfloat16",
-        value_format="bfloat16",
+        head_dim=shape.head_dim, page_size=shape.page_size, dtype=PLAIN[0], key_format=keys, value_format=values,
         heads_per_kv_head=shape.heads // shape.kv_heads,
     ) is None  # fmt: skip
 
 
-def compile_shape(shape: AttentionShape, target: str) -> dict[str, Any]:
-    """Compile the kernel for one shape and target, and return its row."""
+def quantized_shapes(forms: tuple[str, str]) -> list[AttentionShape]:
+    """Shapes to compile with those formats: decode and prefill, with the smallest and the largest pages served."""
+    shapes = [shape for shape in ATTENTION_SHAPES if shape.kv_heads == 8 and (shape.batch, shape.queries) != (1, 1)]
+    found: dict[tuple[str, int], AttentionShape] = {}
+    for shape, size in itertools.product(shapes, tpu.PAGE_SIZES):
+        resized = dataclasses.replace(shape, page_size=size)
+        if served(resized, forms):
+            found.setdefault((shape.kernel, size), resized)
+    sizes = [size for _, size in found]
+    return [shape for shape in found.values() if shape.page_size in (min(sizes), max(sizes))]
+
+
+def stored_shape(form: str, num_pages: int, heads: int, page_size: int, head_dim: int) -> Stored:
+    """Shapes of the arrays that hold keys or values in a format."""
+    of = FORMATS[form]
+    codes = jax.ShapeDtypeStruct((num_pages, heads, page_size, head_dim // of.per_code), of.dtype)
+    scale = jax.ShapeDtypeStruct((num_pages, heads, head_dim if of.is_per_channel else page_size), of.scale_dtype)
+    return Stored(codes, (scale,) * of.num_scales, of)  # pyright: ignore[reportArgumentType]
+
+
+def compile_shape(shape: AttentionShape, target: str, forms: tuple[str, str] = PLAIN) -> dict[str, Any]:
+    """Compile the kernel for one shape, target and formats of keys and values, and return its row."""
     mesh = mesh_of(target)
     ints: Any = lambda *of: jax.ShapeDtypeStruct(of, jnp.int32)  # noqa: E731
     page = (shape.kv_heads, shape.page_size, shape.head_dim)
-    num_pages = 1 + max(shape.batch * shape.pages_per_seq, -(-POOL_BYTES // (4 * math.prod(page))))
-    pool = jax.ShapeDtypeStruct((num_pages, *page), jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
+    page_bytes = bytes_on_a_device([stored_shape(form, 1, *page) for form in forms])
+    least_bytes = POOL_BYTES if forms == PLAIN else QUANTIZED_POOL_BYTES
+    num_pages = 1 + max(shape.batch * shape.pages_per_seq, -(-least_bytes // page_bytes))
+    keys, values = (stored_shape(form, num_pages, *page) for form in forms)
+    q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), PLAIN[0])
     seqs = (1, 1, shape.batch)
     rows = Rows(ints(*seqs, shape.pages_per_seq), ints(*seqs), ints(*seqs), ints(1), ints(1), ints())
     queries = Queries(*(ints(shape.batch) for _ in range(4)))
-    arguments = (q, pool, pool, ints(num_pages, shape.page_size), rows, queries)
+    arguments = (q, keys, values, ints(num_pages, shape.page_size), rows, queries)
 
     @jax.jit
     def attend(q, keys, values, positions, rows, queries):
@@ -80,34 +114,40 @@ def compile_shape(shape: AttentionShape, target: str) -> dict[str, Any]:
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = attend.trace(*placed(arguments, mesh)).lower().compile()
-    return _row(shape, target, compiled, math.prod(pool.shape))
+    return _row(shape, target, compiled, keys, values)
 
 
-def _row(shape: AttentionShape, target: str, compiled: Any, elements: int) -> dict[str, Any]:
+def _row(shape: AttentionShape, target: str, compiled: Any, keys: Stored, values: Stored) -> dict[str, Any]:
     text = compiled.as_text()
     call = next(line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line)
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', call)
+    slot_bytes = sum(of.codes.shape[3] * of.codes.dtype.itemsize for of in (keys, values))
     chosen = tpu.shape_of(
-        shape.kv_heads,
-        shape.heads // shape.kv_heads,
-        shape.page_size,
-        shape.head_dim,
-        4 * shape.head_dim,
+        shape.kv_heads, shape.heads // shape.kv_heads, shape.page_size, shape.head_dim, slot_bytes,
         is_decode=shape.queries == 1,
-    )
+    )  # fmt: skip
+    pool_bytes = bytes_on_a_device([keys, values])
+    moved = bytes_moved(shape, pool_bytes // keys.codes.shape[0])
     row = dict(
         kernel=shape.kernel,
-        format="bfloat16",
+        format=keys.form.name if keys.form == values.form else f"{keys.form.name}, {values.form.name}",
         shape=shape.label,
         vmem_bytes=int(used[1]) if used else 0,
         smem_bytes=scalar_bytes(call),
         stages=chosen.stages,
-        bytes=shape.bytes_moved,
-        floor_us=round(shape.bytes_moved / BYTES_PER_SECOND[target] * 1e6, 2),
-        pool_copies=len(whole_pool_operations(text, elements)),
+        bytes=moved,
+        floor_us=round(moved / BYTES_PER_SECOND[target] * 1e6, 2),
+        pool_copies=len(whole_pool_operations(text, min(math.prod(of.codes.shape) for of in (keys, values)))),
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )
-    return row | dict(faults=faults(row, 4 * elements))
+    return row | dict(faults=faults(row, pool_bytes))
+
+
+def bytes_moved(shape: AttentionShape, page_bytes: int) -> int:
+    """Bytes that must be moved where a page of keys, values and their scales has `page_bytes`."""
+    slot_of_2_bytes = 2 * shape.kv_heads * shape.head_dim * 2
+    tokens = 2 * shape.batch * shape.queries * shape.heads * shape.head_dim * 2
+    return (shape.bytes_moved - tokens) // slot_of_2_bytes * page_bytes // shape.page_size + tokens
 
 
 def scalar_bytes(call: str) -> int:
@@ -127,5 +167,10 @@ def _options() -> argparse.Namespace:
 
 if __name__ == "__main__":
     options = _options()
-    for _, attention_shape in some_of([shape for shape in ATTENTION_SHAPES if served(shape)], options.shapes):
-        print(json.dumps(compile_shape(attention_shape, options.target)), flush=True)
+    asked = [
+        (shape, PLAIN) for _, shape in some_of([shape for shape in ATTENTION_SHAPES if served(shape)], options.shapes)
+    ]
+    if options.shapes is None:
+        asked += [(shape, forms) for forms in QUANTIZED for shape in quantized_shapes(forms)]
+    for attention_shape, of_pages in asked:
+        print(json.dumps(compile_shape(attention_shape, options.target, of_pages)), flush=True)

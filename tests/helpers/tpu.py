@@ -21,7 +21,8 @@ def quantized(forms: tuple[str, str], **changes) -> Paged:
     """A case with the smallest pages that the kernel takes in these formats; what no token wrote is poisoned."""
     has_int4 = any(FORMATS[form].per_code == 2 for form in forms)
     smallest: dict[str, Any] = dict(page_size=64, head_dim=2 * DIM) if has_int4 else dict(page_size=32, head_dim=DIM)
-    case = Paged(**dict(kv_heads=2, heads=4, forms=forms) | smallest | changes)
+    given: dict[str, Any] = dict(kv_heads=2, heads=4, forms=forms) | smallest | changes
+    case = Paged(**given)
     q, keys, values, positions, rows, queries = case.arguments
     full_only = FORMATS[forms[0]].is_per_channel
     keys, values = (_poisoned(of, positions < 0) for of in (keys, values))

@@ -1,5 +1,6 @@
 """The TPU kernel compiled for TPUs that are not there: its memory, and a loop that must not copy the pool."""
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvjax.benchmarks import compile_tpu
+from kvjax.benchmarks.compile_checks import bytes_on_a_device
 from kvjax.kernels.paged_attention import tpu
 from kvjax.kernels.shapes import ATTENTION_SHAPES
 
@@ -39,6 +41,27 @@ def test_shapes_that_are_served():
     assert {shape.page_size for shape in served} == set(tpu.PAGE_SIZES)
 
 
+@pytest.mark.parametrize("forms", compile_tpu.QUANTIZED)
+def test_quantised_shapes_are_of_the_smallest_and_largest_pages(forms):
+    shapes = compile_tpu.quantized_shapes(forms)
+    least = tpu.LEAST_PAGE_OF_INT4 if "int4" in forms[0] else tpu.LEAST_PAGE_OF_BYTES
+    wanted = set(itertools.product(("decode", "prefill"), (least, tpu.PAGE_SIZES[-1])))
+    assert len(shapes) == 4 and {(shape.kernel, shape.page_size) for shape in shapes} == wanted
+    assert all(compile_tpu.served(shape, forms) for shape in shapes)
+
+
+def test_bytes_moved_are_those_of_stored_pages():
+    shape = ATTENTION_SHAPES[0]
+    plain, int8 = (
+        bytes_on_a_device(compile_tpu.stored_shape(form, 1, shape.kv_heads, shape.page_size, shape.head_dim))
+        for form in ("bfloat16", "int8")
+    )
+    assert int8 == shape.kv_heads * shape.page_size * (shape.head_dim + 2)
+    assert compile_tpu.bytes_moved(shape, 2 * plain) == shape.bytes_moved
+    slots = shape.batch * shape.context
+    assert shape.bytes_moved - compile_tpu.bytes_moved(shape, 2 * int8) == slots * 2 * (plain - int8) // shape.page_size
+
+
 def test_scalar_memory_is_read_from_the_call():
     call = (
         "custom-call(%a), operand_layout_constraints={s32[2,64]{1,0}, s32[5,64]{1,0}, s32[3]{0}, "
@@ -50,11 +73,14 @@ def test_scalar_memory_is_read_from_the_call():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "v6e"])
 def test_kernels_of_all_kinds_compile(target, kernels_python):
-    command = [kernels_python, "-m", "kvjax.benchmarks.compile_tpu", "--target", target, "--shapes", "10"]
+    command = [kernels_python, "-m", "kvjax.benchmarks.compile_tpu", "--target", target]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 10 and not any(row["faults"] for row in rows), rows
+    assert not any(row["faults"] for row in rows), rows
+    forms = {"bfloat16", "fp8_e4m3", "int8", "int4_hadamard", "int4_per_channel, int4_hadamard"}
+    kinds = set(itertools.product(forms, ("decode", "prefill")))
+    assert {(row["format"], row["kernel"]) for row in rows} == kinds
 
 
 @pytest.mark.slow
