@@ -98,12 +98,18 @@ _LARGEST = 1e30  # so that products and sums of what is stored stay finite in fl
 
 
 def encode(
-    x: Float[Array, "*rows slots head_dim"], form: Format
+    x: Float[Array, "*rows slots head_dim"], form: Format, scale: Float[Array, "*vectors"] | None = None
 ) -> tuple[Shaped[Array, "*rows slots width"], tuple[Float[Array, "*rows vectors"], ...]]:
     """Store vectors.
 
     In quantised formats values beyond 1e30, or beyond what the scale can express (65504 with a scale in float16),
     saturate; NaN becomes 0, so that no reader meets one.
+
+    Args:
+        x: the vectors.
+        form: the format.
+        scale: in place of each vector's own, in formats that have just a scale; to be broadcast. What it is too small
+            for saturates.
 
     Returns: codes, and no, one (scale) or two (scale, minimum) numbers for each vector; for each channel of the `slots`
         of a page where the format is per channel.
@@ -115,7 +121,8 @@ def encode(
     if form.is_rotated:
         x = rotate(x)
     if form.num_scales == 1:
-        scale = _stored_scale(jnp.abs(x).max(axis) / form.largest, form)
+        own = jnp.abs(x).max(axis) / form.largest if scale is None else scale.astype(jnp.float32)
+        scale = _stored_scale(jnp.broadcast_to(own, x.shape[:-1]), form)
         codes = jnp.clip(x / _of_values(scale, form), -form.largest, form.largest)
         if form.bits_of is None:
             return jnp.round(codes).astype(form.dtype), (scale,)

@@ -45,10 +45,13 @@ def _put(
 
 
 def write_stored(
-    pages: Stored, new: Float[Array, "groups tokens heads head_dim"], *where: Int32[Array, "groups touched"]
+    pages: Stored,
+    new: Float[Array, "groups tokens heads head_dim"],
+    *where: Int32[Array, "groups touched"],
+    scale: Float[Array, "groups 1 heads"] | None = None,
 ) -> Stored:
-    """Store tokens in the pages' format; `where` is that of `write_pages`."""
-    codes, scales = encode(new, pages.form)
+    """Store tokens in the pages' format; `where` is that of `write_pages`, `scale` that of `encode`."""
+    codes, scales = encode(new, pages.form, scale)
     write_scale = lambda pool, of: write_pages(pool[..., None], of[..., None], *where)[..., 0]  # noqa: E731
     return Stored(write_pages(pages.codes, codes, *where), tuple(map(write_scale, pages.scales, scales)), pages.form)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvjax.cache import clear_status as clear_status
     from kvjax.cache import init_cache as init_cache
     from kvjax.errors import InputError as InputError
+    from kvjax.formats import dequantize_pages as dequantize_pages
+    from kvjax.formats import quantize_pages as quantize_pages
     from kvjax.generation import Generated as Generated
     from kvjax.generation import Generation as Generation
     from kvjax.generation import Streamed as Streamed
@@ -50,6 +52,8 @@ _LAZY = {
     "clear_status": "kvjax.cache",
     "init_cache": "kvjax.cache",
     "InputError": "kvjax.errors",
+    "dequantize_pages": "kvjax.formats",
+    "quantize_pages": "kvjax.formats",
     "Generated": "kvjax.generation",
     "Generation": "kvjax.generation",
     "Streamed": "kvjax.generation",

@@ -42,6 +42,8 @@ def attend[C: (Cache, PooledCache)](
     scale: float | None = None,
     soft_cap: float | None = None,
     sink_logits: Float[ArrayLike, " heads"] | None = None,
+    k_scale: Float[ArrayLike, " kv_heads"] | Float[ArrayLike, ""] | None = None,
+    v_scale: Float[ArrayLike, " kv_heads"] | Float[ArrayLike, ""] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], C]:
     """Write keys and values of one layer and attend the queries to all that is visible of their sequences.
@@ -57,6 +59,9 @@ def attend[C: (Cache, PooledCache)](
         scale: factor of the logits, finite, `head_dim ** -0.5` by default.
         soft_cap: above 0; logits become `soft_cap * tanh(logits / soft_cap)`.
         sink_logits: a learned logit for each head that takes part in its softmax without a value.
+        k_scale, v_scale: scales of keys and values that a checkpoint brings, for all heads or each KV head, above 0:
+            fp8 and int8 pages take them in place of each vector's own, and what they are too small for saturates.
+            Other formats have no use for them.
         implementation: "hopper" (NVIDIA H100 and H200), "tpu", "xla", "reference" (float64 on the host), or None for
             the first of these that can serve the call (see `kvjax.explain`).
 
@@ -80,18 +85,27 @@ def attend[C: (Cache, PooledCache)](
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
+    named = (("k_scale", k_scale), ("v_scale", v_scale))
+    new = tuple((x, _of_heads(cache.spec, *scale)) for x, scale in zip((k, v), named, strict=True))
     if not isinstance(cache, PooledCache):
-        return _attend(cache, step, layer, q, k, v, implementation, options)
+        return _attend(cache, step, layer, q, new, implementation, options)
     number, within = cache.spec.place_of(int(layer))
-    of_pool = (cache.of_pools[number], step.of_pool(number), within)
-    out, changed = _attend(*of_pool, q, k, v, implementation, options)
+    out, changed = _attend(cache.of_pools[number], step.of_pool(number), within, q, new, implementation, options)
     return out, cache.with_pools(changed if i == number else of for i, of in enumerate(cache.of_pools))
 
 
-def _attend(cache: Cache, step: Step, layer, q, k, v, implementation: str | None, options: dict[str, Any]):
-    """Write rotated keys, and values, and attend rotated queries."""
+def _of_heads(spec: CacheSpec, name: str, scale) -> Float[Array, "groups 1 heads"] | None:
+    """Scales as the writing wants them."""
+    if scale is None:
+        return None
+    given = floats(name, scale, () if np.ndim(scale) == 0 else (spec.num_kv_heads,))
+    return jnp.broadcast_to(given, spec.num_kv_heads).reshape(spec.groups, 1, -1)
+
+
+def _attend(cache: Cache, step: Step, layer, q, new, implementation: str | None, options: dict[str, Any]):
+    """Write rotated keys, and values, with their scales, and attend rotated queries."""
     names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
-    cache = _write(cache, step, layer, k, v, names[0])
+    cache = _write(cache, step, layer, new, names[0])
     q = rotate(q) if cache.spec.key_form.is_rotated else q
     arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
     out = _run_first(names, arguments, cache.open_keys, options, step.plan)
@@ -163,9 +177,9 @@ def _finite(name: str, value, above: float = -math.inf) -> float:
     return number
 
 
-def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
+def _write(cache: Cache, step: Step, layer, new, implementation: str) -> Cache:
     """Store keys and values in the slots that the step has for them in this layer."""
-    spec = cache.spec
+    spec, ((k, k_scale), (v, v_scale)) = cache.spec, new
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
     new_keys, new_values = (new.reshape(shape).swapaxes(0, 1) for new in (k, v))
     (keys, values), open_keys = cache.stored, cache.open_keys
@@ -181,9 +195,9 @@ def _write(cache: Cache, step: Step, layer, k, v, implementation: str) -> Cache:
         )  # fmt: skip
         keys, values = (dataclasses.replace(of, codes=new) for of, new in zip((keys, values), codes, strict=True))
     else:
-        values = write_stored(values, new_values, *where)
+        values = write_stored(values, new_values, *where, scale=v_scale)
         if open_keys is None:
-            keys = write_stored(keys, new_keys, *where)
+            keys = write_stored(keys, new_keys, *where, scale=k_scale)
         else:
             place = (jnp.asarray(layer, jnp.int32), step.writes.sequence[layer])
             keys, open_keys = write_full_pages(keys, open_keys, new_keys, *place, *where)

@@ -17,9 +17,10 @@ from kvjax import sizes
 from kvjax.cache import init_cache
 from kvjax.decoding import Chosen, Finish, State, decode_scan, decode_while, prefill_step
 from kvjax.errors import InputError, shown
+from kvjax.formats import best_page_size
 from kvjax.models.loading import LanguageModel
 from kvjax.options import Options, Prompts, checked
-from kvjax.spec import CacheSpec, best_page_size, bucket, pages_for
+from kvjax.spec import CacheSpec, bucket, pages_for
 
 
 class Batch:

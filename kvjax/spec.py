@@ -9,47 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.errors import InputError, shown, whole_number
-from kvjax.kernels.formats import FORMATS, Format
+from kvjax.formats import canonical_format, forms_of
+from kvjax.kernels.formats import Format
 
 _LEAST = dict(
     num_layers=1, num_kv_heads=1, head_dim=1, num_pages=1, max_seqs=1, pages_per_seq=1, max_query_length=1, page_size=8,
     rollback=0, groups=1,
 )  # fmt: skip
-_ALIASES = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
-    "fp8": "fp8_e4m3", "fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8",
-    "int4_per_token_head": "int4_hadamard",
-}  # fmt: skip
-# Names that stand for one format of keys and another of values, the best of those measured (docs/formats.md).
-_PAIRS = {"int4": ("int4_per_channel", "int4_hadamard")}
-_OF_BOTH = tuple(name for name, form in FORMATS.items() if not form.is_per_channel)
-_FORMATS_OF = {
-    "format": (*_OF_BOTH, *_PAIRS), "key_format": (*FORMATS, *_PAIRS), "value_format": (*_OF_BOTH, *_PAIRS),
-    "skip_format": (*_OF_BOTH, *_PAIRS),
-}  # fmt: skip
-
-
-def canonical_format(name: str, of: str = "format") -> str:
-    """Return the page format that `name` or its alias (vLLM's names) stands for.
-
-    Args:
-        name: a format, or an alias.
-        of: what it is the format of: "format" (keys and values), "key_format" or "value_format".
-
-    Raises: InputError for a name that is no such format.
-    """
-    format_name = _ALIASES.get(name, name) if isinstance(name, str) else None
-    if format_name not in _FORMATS_OF[of]:
-        raise InputError(f"{of} {shown(name)} is not a page format: choose one of {', '.join(_FORMATS_OF[of])}")
-    return format_name
-
-
-def best_page_size(name: str) -> int:
-    """Return the page size that suits a format: larger where the channels of a page share their scales.
-
-    Raises: InputError for a name that is no format.
-    """
-    return 64 if FORMATS[_PAIRS.get(canonical_format(name), (canonical_format(name),))[0]].is_per_channel else 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,14 +205,12 @@ class CacheSpec:
     @property
     def key_form(self) -> Format:
         """How keys are stored."""
-        name = self.key_format or self.format
-        return FORMATS[_PAIRS.get(name, (name, name))[0]]
+        return forms_of(self.key_format or self.format)[0]
 
     @property
     def value_form(self) -> Format:
         """How values are stored."""
-        name = self.value_format or self.format
-        return FORMATS[_PAIRS.get(name, (name, name))[1]]
+        return forms_of(self.value_format or self.format)[1]
 
     @property
     def is_quantized(self) -> bool:

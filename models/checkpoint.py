@@ -4,7 +4,8 @@
         "attn_norm" [hidden], "q" [heads * head_dim, hidden], "k" and "v" [kv_heads * head_dim, hidden],
         "o" [hidden, heads * head_dim], "mlp_norm" [hidden], "gate" and "up" [intermediate, hidden],
         "down" [hidden, intermediate], and where the family has them "q_bias", "k_bias", "v_bias" [rows],
-        "q_norm", "k_norm" [head_dim], "post_attn_norm", "post_mlp_norm" [hidden]}, ...]}
+        "q_norm", "k_norm" [head_dim], "post_attn_norm", "post_mlp_norm" [hidden]; "k_scale", "v_scale" [kv_heads],
+        float32, if the checkpoint brings scales for 8-bit caches}, ...]}
 
 Matrices are [out, in]. Rows of q and k stand in half-split rotary order, and a norm's weight is the factor itself
 (Gemma's Hugging Face files store the factor minus one). Norms are float32, everything else has the dtype asked for.
@@ -13,6 +14,7 @@ Matrices are [out, in]. Rows of q and k stand in half-split rotary order, and a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.hf_folder import HfFolder
@@ -85,12 +87,41 @@ def read_weights(file: GgufFile | HfFolder, config: DecoderConfig, dtype: str = 
     reader = _Gguf(file, config) if isinstance(file, GgufFile) else _Hf(file, config)
     expected = list(_expected(config))
     names = {(layer, tensor.key): reader.name(tensor, layer) for layer, tensor in expected}
-    _refuse_leftovers(reader, set(names.values()), config)
     weights: Weights = {"layers": [{} for _ in range(config.num_layers)]}
+    scales = _cache_scales(reader, config)
+    _refuse_leftovers(reader, set(names.values()) | set(scales), config)
+    for name, (layer, key) in scales.items():
+        weights["layers"][layer][key] = _scale_of_heads(reader, name, config)
     for layer, tensor in expected:
         target = weights if layer is None else weights["layers"][layer]
         target[tensor.key] = _read(reader, names[layer, tensor.key], tensor, config, DTYPES[dtype])
     return weights
+
+
+def _cache_scales(reader: _Gguf | _Hf, config: DecoderConfig) -> dict[str, tuple[int, str]]:
+    """The tensors that hold scales of keys and values: name -> (layer, key). Of all layers, or none."""
+    found = {}
+    for layer, key in itertools.product(range(config.num_layers), ("k_scale", "v_scale")):
+        for name in (f"self_attn.{key}", f"self_attn.attn.{key}", f"self_attn.{key[0]}_proj.{key}"):
+            full = reader.name(_Tensor(key, name, "", ()), layer)
+            if full in reader.names:
+                found[full] = (layer, key)
+    if found and len(found) != 2 * config.num_layers:
+        raise InputError(
+            f"{reader.path} has {len(found)} scales of keys and values, {next(iter(found))} for one: all "
+            f"{config.num_layers} layers want one of each, or none"
+        )
+    return found
+
+
+def _scale_of_heads(reader: _Gguf | _Hf, name: str, config: DecoderConfig) -> np.ndarray:
+    value = np.asarray(reader.read(name), np.float32).reshape(-1)
+    if value.size not in (1, config.num_kv_heads) or not (np.isfinite(value) & (value > 0)).all():
+        raise InputError(
+            f"tensor {name} in {reader.path} is {shown(value.tolist())}: a scale is one number above 0, or "
+            f"{config.num_kv_heads}, one for each key-value head"
+        )
+    return np.broadcast_to(value, (config.num_kv_heads,)).copy()
 
 
 def _expected(config: DecoderConfig) -> Iterator[tuple[int | None, _Tensor]]:

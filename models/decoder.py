@@ -40,9 +40,16 @@ class Layer(nnx.Module):
             Norm(weights[name], config.norm_eps) if name in weights else None
             for name in ("q_norm", "k_norm", "post_attn_norm", "post_mlp_norm")
         )
+        self.k_scale, self.v_scale = (
+            nnx.Param(jnp.asarray(weights[name])) if name in weights else None for name in ("k_scale", "v_scale")
+        )
 
     def __call__(self, x: Float[Array, "tokens hidden"], layer, attention: Attention, state):
-        """Run one layer; `attention(state, layer, q, k, v)` returns the attended heads and the new state."""
+        """Run one layer.
+
+        `attention(state, layer, q, k, v, k_scale, v_scale)` returns the attended heads and the new state; the scales
+        are None if the checkpoint brings none.
+        """
         config, tokens = self.config, x.shape[0]
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv = self.qkv(self.attn_norm(x))
@@ -50,7 +57,8 @@ class Layer(nnx.Module):
         q, k, v = (part.reshape(tokens, -1, config.head_dim) for part in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attended, state = attention(state, layer, q, k, v)
+        scales = (None if of is None else of[...] for of in (self.k_scale, self.v_scale))
+        attended, state = attention(state, layer, q, k, v, *scales)
         x = x + _optional(self.post_attn_norm, self.o(attended.reshape(tokens, q_size)))
         gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=1)
         x = x + _optional(self.post_mlp_norm, self.down(activation_of(config.activation)(gate) * up))
@@ -150,10 +158,10 @@ class Decoder(nnx.Module):
         """
         step = kvjax.attention.plan_step(cache, step, self.config.num_heads)
 
-        def attention(cache, layer, q, k, v):
+        def attention(cache, layer, q, k, v, k_scale, v_scale):
             return kvjax.attention.attend(
                 cache, step, layer, q, k, v, rotary=self.rotary, scale=self.config.attention_scale,
-                soft_cap=self.config.attention_soft_cap,
+                soft_cap=self.config.attention_soft_cap, k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
 
         hidden, cache = self.hidden(tokens, attention, cache)
@@ -163,7 +171,7 @@ class Decoder(nnx.Module):
         """Return the logits of one whole sequence without a cache (for training and as a reference)."""
         position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
-        def attention(state, layer, q, k, v):
+        def attention(state, layer, q, k, v, *_):
             q, k = (apply(self.rotary, x, position, layer) for x in (q, k))
             return dense_attention.attend(
                 q, k, v, window=self._window(layer), scale=self.config.attention_scale,

@@ -11,6 +11,7 @@ from helpers.driver import DECODE, HEADS, PREFILL, SIZE, SPEC, WINDOW, Twin, ids
 from kvjax.attention import attend, plan_step
 from kvjax.cache import init_cache
 from kvjax.errors import InputError
+from kvjax.formats import dequantize_pages
 from kvjax.invariants import check
 from kvjax.kernels.formats import FORMATS
 from kvjax.rotary import rotary
@@ -92,6 +93,38 @@ def test_page_formats_store_rounded_keys_and_values(formats):
         assert codes.shape == (*cache.positions.shape[:1], 2, SIZE, SPEC.head_dim // form.per_code)
         vectors = SPEC.head_dim if form.is_per_channel else SIZE
         assert [scale.shape for scale in scales] == [(*codes.shape[:2], vectors)] * form.num_scales
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8"])
+def test_scales_of_a_checkpoint_take_the_place_of_each_vector_s(name):
+    spec, form = changed(format=name, num_layers=1, windows=None), FORMATS[name]
+    k, v = np.random.default_rng(0).standard_normal((2, 4, 2, SPEC.head_dim)).astype(np.float32)
+    k[0, 0, 0], v[3, 1, 2] = 100, -100  # beyond what the scales can hold
+
+    def written(cache, k, v, k_scale, v_scale):
+        cache, step = begin_step(cache, ids([4, 0, 0, 0]), num_tokens=4, max_query_length=4)
+        q = jnp.zeros((4, HEADS, SPEC.head_dim), jnp.float32)
+        cache = attend(cache, step, 0, q, k, v, rotary=None, k_scale=k_scale, v_scale=v_scale)[1]
+        page = cache.page_table[0, 0, 0, 0]
+        return [dequantize_pages(of)[page, :, :4] for of in cache.stored], cache.key_scales[0][page, :, :4]
+
+    of_heads = np.array([0.03, 0.06], np.float32)
+    (keys, values), scales = jit(written)(init_cache(spec), jnp.asarray(k), jnp.asarray(v), jnp.asarray(of_heads), 0.05)
+    assert form.largest is not None
+    for got, x, scale in ((keys, k, of_heads[:, None, None]), (values, v, 0.05)):
+        scale = np.asarray(jnp.asarray(scale, jnp.bfloat16), np.float32)
+        wanted = np.clip(x.swapaxes(0, 1), -scale * form.largest, scale * form.largest)
+        np.testing.assert_allclose(got, wanted, atol=0.04 if name == "int8" else 0.01, rtol=2**-4)
+    stored = np.asarray(jnp.asarray(of_heads, jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(np.asarray(scales, np.float32), stored[:, None].repeat(4, 1))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_scales_of_the_wrong_shape_are_refused():
+    cache, step = begin_step(init_cache(SPEC), [1, 0, 0, 0], num_tokens=1, max_query_length=1)
+    q, k = jnp.zeros((1, HEADS, SPEC.head_dim)), jnp.zeros((1, 2, SPEC.head_dim))
+    with pytest.raises(InputError, match=r"k_scale is float.* of shape \[3\]: give floats of shape \[2\]"):
+        attend(cache, step, 0, q, k, k, rotary=None, k_scale=np.ones(3, np.float32))
 
 
 def test_outputs_have_the_dtype_of_the_queries():

@@ -11,8 +11,8 @@ from helpers.decoders import tiny_decoder
 from kvjax.benchmarks import formats, loops
 from kvjax.benchmarks.peers import Peer, PeerError
 from kvjax.cli import main as cli
+from kvjax.formats import best_page_size
 from kvjax.models import loading
-from kvjax.spec import best_page_size
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.errors import InputError
 from kvjax.kernels.formats import FORMATS
-from kvjax.spec import CacheSpec, best_page_size, bucket, canonical_format, pages_for
+from kvjax.spec import CacheSpec, bucket, pages_for
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 GOOD: dict[str, Any] = dict(
@@ -98,14 +98,6 @@ def test_least_sizes_are_accepted():
     assert spec(windows=(None, 40, None)).rings[1] == 8
 
 
-@pytest.mark.parametrize("alias, name", [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"),
-                                         ("fp32", "float32"), ("float", "float32"), ("fp8", "fp8_e4m3"),
-                                         ("int8_per_token_head", "int8")])  # fmt: skip
-def test_aliases_name_formats(alias, name):
-    assert canonical_format(alias) == spec(format=alias).format == name
-    assert spec(format=alias) == spec(format=name)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_gives_the_dtype_of_the_pages(name):
     if FORMATS[name].is_per_channel:
@@ -124,10 +116,6 @@ def test_keys_and_values_may_have_formats_of_their_own():
     assert (mixed.key_form.name, mixed.value_form.name) == ("bfloat16", "int4_hadamard")
     assert mixed.is_quantized and mixed.query_dtype == "bfloat16"
     assert dataclasses.replace(spec(), format="int8").value_form == FORMATS["int8"]
-
-
-def test_large_pages_suit_keys_per_channel():
-    assert [best_page_size(name) for name in ("int4", "int4_hadamard", "bf16")] == [64, 16, 16]
 
 
 def test_a_spec_is_a_key():

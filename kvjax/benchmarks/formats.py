@@ -13,8 +13,8 @@ from kvjax.benchmarks.loops import PagedEngine, Point
 from kvjax.benchmarks.measure import Notify, cores, interleaved, machine, ratio, row
 from kvjax.benchmarks.peers import Peer, PeerError
 from kvjax.errors import InputError
+from kvjax.formats import best_page_size, canonical_format
 from kvjax.models.decoder import Decoder
-from kvjax.spec import best_page_size, canonical_format
 
 BASE = "float32"
 FORMATS = (BASE, "bfloat16", "int8", "fp8_e4m3", "int4_hadamard", "int4")

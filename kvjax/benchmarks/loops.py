@@ -67,7 +67,7 @@ def advance_contiguous(model: Decoder, state: Contiguous, token: Int32[Array, " 
     windows = jnp.array([2**31 - 1 if window is None else window for window in config.windows], jnp.int32)
     positions = jnp.full(token.shape, state.position, jnp.int32)
 
-    def attention(kept, layer, q, k, v):
+    def attention(kept, layer, q, k, v, *_):
         q, k = (apply(rotary, x, positions, layer) for x in (q, k))
         (keys, key), (values, value) = (_store(a, layer, x, state.position) for a, x in zip(kept, (k, v), strict=True))
         grouped = q.reshape(q.shape[0], config.num_kv_heads, -1, config.head_dim)

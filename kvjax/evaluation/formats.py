@@ -16,13 +16,14 @@ from kvjax.errors import InputError, whole_number
 from kvjax.evaluation import passkey
 from kvjax.evaluation.quality import Comparison, Fake, Scores, Variant
 from kvjax.evaluation.texts import Document, Text, excerpts
+from kvjax.formats import canonical_format
 from kvjax.kernels.formats import FORMATS
 from kvjax.models import registry
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import LanguageModel
 from kvjax.options import Options
 from kvjax.paths import enable_compilation_cache
-from kvjax.spec import CacheSpec, canonical_format
+from kvjax.spec import CacheSpec
 
 DEFAULT_FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int4_hadamard", "int4_per_token")
 # Formats of the evaluation alone, and the format whose bytes they would take.

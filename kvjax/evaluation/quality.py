@@ -143,7 +143,7 @@ def _attention_sums(graph, weights, caches, chunk, sums, *, fake):
     model = nnx.merge(graph, weights)
     (full, exact_step), (other, step) = (_begin(model, cache, chunk) for cache in caches)
 
-    def attention(state, layer, q, k, v):
+    def attention(state, layer, q, k, v, *_):
         full, other, sums = state
         exact, full = _attend(model, full, exact_step, layer, q, k, v, None)
         out, other = _attend(model, other, step, layer, q, k, v, fake)
@@ -176,7 +176,7 @@ def _logits(model: Decoder, cache, chunk: _Chunk, fake: Fake | None):
     """Feed a chunk; returns the cache, the logits of all its tokens, and whether it fitted the cache."""
     cache, step = _begin(model, cache, chunk)
 
-    def attention(cache, layer, q, k, v):
+    def attention(cache, layer, q, k, v, *_):
         return _attend(model, cache, step, layer, q, k, v, fake)
 
     hidden, cache = model.hidden(chunk.tokens, attention, cache)

@@ -103,7 +103,7 @@ def test_the_error_of_attention_by_hand(small_model, document, errors):
     """Symmetric int8 written out: a bfloat16 scale of the largest value / 127 for every vector."""
     heard = []
 
-    def attention(state, layer, q, k, v):
+    def attention(state, layer, q, k, v, *_):
         q, k = (apply(small_model.rotary, x, jnp.arange(LENGTH, dtype=jnp.int32), layer) for x in (q, k))
         outs = [
             dense_attention.attend(q, *of, window=jnp.int32(LENGTH), scale=q.shape[-1] ** -0.5)

@@ -52,6 +52,41 @@ def test_folder(llama_folder, random_weights, hf_tensors, shards, tied):
     chex.assert_trees_all_equal(read_folder(path), expected)
 
 
+SCALES = {"self_attn.k_scale": np.array(0.5, np.float32), "self_attn.v_scale": np.array([2, 3], np.float32)}
+
+
+@pytest.mark.parametrize("inside", ["", "attn.", "proj."])
+def test_scales_for_8_bit_caches_are_read(llama_folder, random_weights, inside):
+    def named(layer, name):
+        part = f"{name[10]}_proj.{name[10:]}" if inside == "proj." else inside + name[10:]
+        return f"model.layers.{layer}.self_attn.{part}"
+
+    tensors = {named(layer, name): value for layer in range(2) for name, value in SCALES.items()}
+    expected = random_weights()
+    for layer in expected["layers"]:
+        layer |= dict(k_scale=np.full(2, 0.5, np.float32), v_scale=np.array([2, 3], np.float32))
+    chex.assert_trees_all_equal(read_folder(llama_folder(tensors=tensors)), expected)
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"model.layers.0.self_attn.k_scale": np.array(1, np.float32)}, "has 1 scales of keys and values"),
+        (
+            {f"model.layers.{i}.self_attn.{key}_scale": np.ones(3, np.float32) for i in (0, 1) for key in "kv"},
+            r"k_scale in .* is \[1.0, 1.0, 1.0\]: a scale is one number above 0, or 2",
+        ),
+        (
+            {f"model.layers.{i}.self_attn.{key}_scale": np.array(0, np.float32) for i in (0, 1) for key in "kv"},
+            r"k_scale in .* is \[0.0\]: a scale is one number above 0",
+        ),
+    ],
+)
+def test_scales_of_the_wrong_number_or_size(llama_folder, tensors, message):
+    with pytest.raises(InputError, match=message):
+        read_folder(llama_folder(tensors=tensors))
+
+
 def test_folders_of_qwen2_and_qwen3(llama_folder, random_weights, hf_tensors):
     expected = random_weights(biases=True)
     path = llama_folder(tensors=hf_tensors(expected), model_type="qwen2")
