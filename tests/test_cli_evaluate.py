@@ -1,6 +1,10 @@
 """`kvjax evaluate`: what it prints, draws and refuses, on a tiny checkpoint; and the real model within its bounds."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +14,8 @@ from kvjax.cli.main import main
 from kvjax.evaluation import formats
 from kvjax.models import registry
 
-LIMITS = {"fp8_e4m3": (0.52, 1.015, 0.015), "int8": (0.52, 1.003, 0.003), "int4": (0.30, 1.03, None)}
+# Bytes of bfloat16, perplexity over that of full precision, KL, passkeys of four.
+LIMITS = {"fp8_e4m3": (0.52, 1.015, 0.015, 1), "int8": (0.52, 1.003, 0.003, 1), "int4": (0.30, 1.03, 0.05, 0.95)}
 
 
 @pytest.fixture(autouse=True)
@@ -78,20 +83,23 @@ def test_a_picture_is_not_left_empty_and_not_overwritten_early(capsys, tmp_path)
 
 
 @pytest.mark.slow
-def test_smollm2_keeps_its_quality(capsys, monkeypatch):
+def test_smollm2_keeps_its_quality():
     """The figures that are promised (docs/formats.md), on few tokens."""
-    monkeypatch.delenv("KVJAX_CACHE")
     try:
         registry.find("smollm2-135m")
     except kvjax.InputError as error:
-        pytest.skip(str(error))
-    code, out, _ = run(capsys, "--quick", "--json", "--model", "smollm2-135m")
-    report = json.loads(out)
-    assert code == 0 and report["quick"] and {row["format"] for row in report["rows"]} == set(LIMITS)
+        # A missing package is a visible skip, and a failure in CI.
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+    script = Path(__file__).parent.parent / "scripts" / "evaluate.py"
+    command = [sys.executable, script, "formats", "--model", "smollm2-135m", "--quick", "--json"]
+    # A process of its own: in this one programs are compiled without optimisations.
+    plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "KVJAX_CACHE")}
+    done = subprocess.run([*command, "--windows", "1", "--trials", "2"], env=plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["quick"] and {row["format"] for row in report["rows"]} == set(LIMITS)
     assert report["full"]["passkey"] == 1
     for row in report["rows"]:
-        size, ppl_ratio, kl = LIMITS[row["format"]]
-        assert row["bytes_ratio"] <= size and row["ppl_ratio"] <= ppl_ratio
-        assert kl is None or row["kl"] <= kl
-        assert row["passkey"] >= (0.95 if row["format"] == "int4" else 1)
-        assert row["tokens"] >= 4000
+        size, ppl_ratio, kl, passkey = LIMITS[row["format"]]
+        assert row["bytes_ratio"] <= size and row["ppl_ratio"] <= ppl_ratio and row["kl"] <= kl
+        assert row["passkey"] >= passkey and row["tokens"] >= 2047
