@@ -10,10 +10,23 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from prompts import random_prompts
 from protocol import Answer, serve
+
+
+def caches_of(config) -> dict[str, Callable[[], object]]:
+    """What makes an empty cache, by its name."""
+    import transformers
+
+    # Groups of 64 and 128 unquantised tokens, the defaults, written out as they are part of what is measured.
+    hqq = dict(nbits=4, q_group_size=64, residual_length=128)
+    return {
+        "dynamic": lambda: transformers.DynamicCache(config=config),
+        "hqq-4bit": lambda: transformers.QuantizedCache("hqq", config, **hqq),
+    }
 
 
 def start() -> tuple[Answer, dict]:
@@ -24,13 +37,7 @@ def start() -> tuple[Answer, dict]:
         sys.argv[1], dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
 
-    caches = {
-        "dynamic": lambda: transformers.DynamicCache(config=model.config),
-        # Groups of 64 and 128 unquantised tokens, the defaults, written out as they are part of what is measured.
-        "hqq-4bit": lambda: transformers.QuantizedCache(
-            "hqq", model.config, nbits=4, q_group_size=64, residual_length=128
-        ),
-    }
+    caches = caches_of(model.config)
 
     def first_token(cache: object, batch: int, prompt_tokens: int, seed: int):
         ids = torch.tensor(random_prompts(batch, prompt_tokens, seed, model.config.vocab_size))
