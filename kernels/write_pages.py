@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax.kernels.formats import Stored, encode, finite
@@ -23,7 +24,8 @@ def write_pages(
     slot and so on before slot `ends[g, i]`. Slots from there on become 0, so that readers meet no garbage behind a
     sequence's last token.
     """
-    old = pool.at[pages].get(mode="promise_in_bounds")
+    # The barrier: fused with the scatter this would read the array that it writes, and XLA would copy all of it.
+    old = lax.optimization_barrier(pool.at[pages].get(mode="promise_in_bounds"))
     return pool.at[pages].set(_put(old, new.astype(pool.dtype), first_tokens, begins, ends), mode="promise_in_bounds")
 
 
@@ -79,7 +81,7 @@ def write_full_pages(
     size, seqs = pages.codes.shape[2], open_pages.shape[2]
     group = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
     place = (layer, group, sequence)
-    old = open_pages.at[place].get(mode="promise_in_bounds")
+    old = lax.optimization_barrier(open_pages.at[place].get(mode="promise_in_bounds"))
     tiles = _put(old, finite(new).astype(old.dtype), *where)
     is_full = (where[-1] == size) & (ids > 0)
     codes, scales = _encode_any(tiles, is_full, pages)
@@ -98,4 +100,4 @@ def _encode_any(
     """Codes and scales of pages: zeros, at no cost, where none is full, as in most steps of one token."""
     encoded = lambda tiles: encode(tiles, pages.form)  # noqa: E731
     nothing = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), jax.eval_shape(encoded, tiles))
-    return jax.lax.cond(is_full.any(), encoded, lambda _: nothing, tiles)
+    return lax.cond(is_full.any(), encoded, lambda _: nothing, tiles)

@@ -25,8 +25,9 @@ from kvjax import sizes
 from kvjax.benchmarks import compile_model
 from kvjax.benchmarks.compile_checks import bytes_on_a_device, whole_pool_operations
 from kvjax.benchmarks.deviceless import TARGETS, mesh_of, placed
-from kvjax.cache import init_cache
+from kvjax.cache import Cache, init_cache
 from kvjax.decoding import Chosen, State, decode_scan, decode_while, prefill_step
+from kvjax.formats import best_page_size
 from kvjax.sampling import sampling
 from kvjax.spec import CacheSpec
 
@@ -36,6 +37,7 @@ SEQS, CHUNK, TOKENS, STEPS = 32, 512, 128, 8
 # A v5e has 16 GB, too little for 8 billion weights beside the pool; the program is the same, as it scans over layers.
 _LAYERS = dict(v5e=8)
 _DEVICES = dict(h200=(1, 8))
+_QUANTIZED = dict(h200=("int8", "int4"))
 
 
 def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
@@ -44,21 +46,21 @@ def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
     limits = {
         f"updates {row['alias_bytes']} of {donated_bytes} donated bytes in place": row["alias_bytes"] < donated_bytes,
         f"needs {row['temp_bytes']} bytes for itself, 3 % of the pool or more": row["temp_bytes"] >= TEMP_SHARE * pool,
-        "makes an array as large as all keys": row["pool_copies"] > 0,
+        "makes an array as large as all keys, values or their scales": row["pool_copies"] > 0,
         "has a pool below 4 GB": pool < POOL_BYTES,
         "runs no attention kernel of its own": row["kernels"] == 0,
     }
     return [fault for fault, is_broken in limits.items() if is_broken]
 
 
-def spec_of(config, devices: int) -> CacheSpec:
+def spec_of(config, devices: int, form: str) -> CacheSpec:
     """Return a cache for the model with POOL_BYTES of keys and values on each device."""
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=SEQS,
-        pages_per_seq=512, max_query_length=CHUNK,
+        pages_per_seq=512, max_query_length=CHUNK, format=form, page_size=best_page_size(form),
     )  # fmt: skip
     page = sizes.pool_bytes(CacheSpec(**shape, num_pages=1024)) // 1024
-    return CacheSpec(**shape, num_pages=POOL_BYTES * devices // page)
+    return CacheSpec(**shape, num_pages=-(-POOL_BYTES * devices // page))
 
 
 def state_of(spec: CacheSpec) -> State:
@@ -71,20 +73,21 @@ def state_of(spec: CacheSpec) -> State:
     )  # fmt: skip
 
 
-def compile_program(name: str, target: str, devices: int) -> dict[str, Any]:
+def compile_program(name: str, target: str, devices: int, form: str = "bfloat16") -> dict[str, Any]:
     """Compile one program and return its row; all bytes are those of one device.
 
     Args:
         name: prefill (a chunk of prompt tokens), generate (the loop until all sequences have ended) or stream (the scan
             over a few steps).
         target: a name in `deviceless.TARGETS`.
+        form: of the pages.
         devices: more than one lets the heads lie on different devices (`compile_model.TensorParallel`).
     """
     config = compile_model.llama_8b(_LAYERS.get(target, 32))
     model: Any = compile_model.abstract_decoder(config)
     if devices > 1:
         model = compile_model.TensorParallel(model, devices)
-    mesh, spec = mesh_of(target, devices), spec_of(config, devices)
+    mesh, spec = mesh_of(target, devices), spec_of(config, devices, form)
     graph, weights = nnx.split(model)
     state = jax.eval_shape(lambda: state_of(spec))
     weights = compile_model.placed_by(compile_model.spread_of_weights(weights), weights, mesh)
@@ -103,20 +106,21 @@ def compile_program(name: str, target: str, devices: int) -> dict[str, Any]:
             chunk = whole(jnp.int32, CHUNK), whole(jnp.int32, SEQS), whole(bool, SEQS), whole(bool)
             traced = prefill_step.trace(graph, weights, state, *chunk)
         compiled = traced.lower().compile()
-    return _row(name, devices, compiled, donated)
+    return _row(name, devices, form, compiled, (state.cache, donated))
 
 
-def _row(name: str, devices: int, compiled: Any, donated: Any) -> dict[str, Any]:
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    pools = [leaf for leaf in jax.tree.leaves(donated) if len(leaf.shape) == 4 and leaf.dtype == jnp.bfloat16]
-    keys = pools[0].sharding.shard_shape(pools[0].shape)
+def _row(name: str, devices: int, form: str, compiled: Any, given: tuple[Cache, Any]) -> dict[str, Any]:
+    memory, text, (cache, donated) = compiled.memory_analysis(), compiled.as_text(), given
+    pools = jax.tree.leaves([getattr(cache, of) for of in sizes.POOL])
+    smallest = min(math.prod(of.sharding.shard_shape(of.shape)) for of in (*pools, *jax.tree.leaves(cache.open_keys)))
     row = dict(
         program=name,
         devices=devices,
+        format=form,
         pool_bytes=bytes_on_a_device(pools),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        pool_copies=len(whole_pool_operations(text, math.prod(keys))),
+        pool_copies=len(whole_pool_operations(text, smallest)),
         kernels=len(re.findall(r'custom_call_target="(?:mosaic_gpu|tpu_custom_call)', text)),
     )
     return row | dict(faults=faults(row, bytes_on_a_device(donated)))
@@ -129,3 +133,6 @@ if __name__ == "__main__":
     for count in _DEVICES.get(chosen, (1,)):
         for program in ("prefill", "generate", "stream"):
             print(json.dumps(compile_program(program, chosen, count)), flush=True)
+    for name in _QUANTIZED.get(chosen, ()):
+        for program in ("prefill", "generate"):
+            print(json.dumps(compile_program(program, chosen, 1, name)), flush=True)
