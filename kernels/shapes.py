@@ -47,8 +47,12 @@ class AttentionShape:
     @property
     def bytes_moved(self) -> int:
         """Bytes that must be moved with 2-byte elements: the visible keys and values once, queries and outputs."""
+        return self.bytes_with(2 * self.head_dim * 2)
+
+    def bytes_with(self, slot_bytes: float) -> int:
+        """The same where the key and the value of a slot and KV head take `slot_bytes`."""
         seen = self.context if self.window is None else min(self.context, self.window + self.queries - 1)
-        pages = 2 * self.batch * seen * self.kv_heads * self.head_dim * 2
+        pages = round(self.batch * seen * self.kv_heads * slot_bytes)
         return pages + 2 * self.batch * self.queries * self.heads * self.head_dim * 2
 
     @property

@@ -104,7 +104,7 @@ def paged_attention(
         raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")
     if page_list is not None and max_query_length > 1:
         raise ValueError(f"page_list goes with max_query_length 1, not {max_query_length}")
-    call = _Call(keys, values, positions, rows, page_list, scale, soft_cap, shape, interpret)
+    call = Call(keys, values, positions, rows, page_list, scale, soft_cap, shape, interpret)
     queried = (q,) if sink_query is None or not rows.sinks else (q, sink_query)
     if max_query_length == 1:
         return call.attend(queried, queries, sink_logits, plan, is_decode=True, last_logits=last_logits)
@@ -117,8 +117,8 @@ def paged_attention(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call's pool, rows and options."""
+class Call:
+    """A call's pool, rows and options, as `paged_attention` takes them."""
 
     keys: Stored
     values: Stored
@@ -130,22 +130,27 @@ class _Call:
     shape: Shape | None
     interpret: Any
 
+    def config(self, queried: tuple[Any, ...], *, is_decode: bool, has_logits: bool) -> Config:
+        """Choose what is static, for queries or their shapes."""
+        (_, heads, head_dim), (_, in_group, page_size, _) = queried[0].shape, self.keys.codes.shape
+        kv_heads = in_group * self.rows.page_table.shape[1]
+        shape = self.shape or shape_of(head_dim, kv_heads, is_decode=is_decode)
+        return Config(
+            shape=shape, page_size=page_size, heads_per_group=in_group, head_dim=head_dim,
+            forms=(self.keys.form, self.values.form), heads=heads // kv_heads,
+            tile_tokens=tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode), kinds=len(queried),
+            sinks=self.rows.sinks, is_listed=self.page_list is not None, has_logits=has_logits, scale=self.scale,
+            soft_cap=self.soft_cap, is_interpreted=self.interpret is not None,
+        )  # fmt: skip
+
     def attend(
         self, queried: tuple[Array, ...], queries: Queries, sink_logits, plan: Plan | None, *, is_decode: bool,
         last_logits: int = 0,
     ) -> Attention:  # fmt: skip
         """Attend queries, of as many kinds as are given."""
-        num_tokens, heads, head_dim = queried[0].shape
-        rows, (_, in_group, page_size, _) = self.rows, self.keys.codes.shape
-        kv_heads = in_group * rows.page_table.shape[1]
-        shape = self.shape or shape_of(head_dim, kv_heads, is_decode=is_decode)
-        config = Config(
-            shape=shape, page_size=page_size, heads_per_group=in_group, head_dim=head_dim,
-            forms=(self.keys.form, self.values.form), heads=heads // kv_heads,
-            tile_tokens=tokens_of_tile(shape, heads // kv_heads, is_decode=is_decode),
-            kinds=len(queried), sinks=rows.sinks, is_listed=self.page_list is not None, has_logits=last_logits > 0,
-            scale=self.scale, soft_cap=self.soft_cap, is_interpreted=self.interpret is not None,
-        )  # fmt: skip
+        config = self.config(queried, is_decode=is_decode, has_logits=last_logits > 0)
+        num_tokens, heads, _ = queried[0].shape
+        rows, shape, page_size = self.rows, config.shape, config.page_size
         if self.page_list is not None:
             rows, plan = listed_rows(rows, self.page_list, page_size), None
         if plan is None or (plan.shape, plan.tile_tokens) != (shape, config.tile_tokens):

@@ -74,7 +74,7 @@ def attend_tiles(
 
 
 # By consumers: those that a thread starts with, then those of producer, converter and consumers.
-_REGISTERS = {1: (168, 64, 160, 256), 2: (128, 64, 112, 168)}
+_REGISTERS = {1: (168, 72, 160, 256), 2: (128, 72, 104, 168)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +92,12 @@ class _Kernel:
         names = config.scratch(given.q.dtype)
         scratch = Scratch(**dict(zip(names, take(len(names)), strict=True)))
         codes = Codes(**dict(zip(scratch_of_codes(config), refs, strict=True))) if config.is_coded else None
-        worker, head = lax.axis_index("worker"), lax.axis_index("head")
-        group, in_group = lax.div(head, jnp.int32(config.heads_per_group)), lax.rem(head, config.heads_per_group)
-        row = head if config.is_listed else group
-        body = _Cta(config, given, scratch, worker, head, row, given.layer[0], codes)
         warpgroup, consumers = lax.axis_index("warpgroup"), config.shape.consumers
 
         @pl.when(warpgroup == consumers)
         def _():
-            self._take_registers(0)
+            body = self._enter(0, given, scratch, codes)
+            in_group = lax.rem(body.head, config.heads_per_group)
             of_head = (scale.at[:, in_group] for of in scales for scale in of)
             pool = (given.keys.at[:, in_group], given.values.at[:, in_group], given.positions, *of_head)
             body.drain(body.for_each_fragment(body.produce(pool)))
@@ -109,13 +106,20 @@ class _Kernel:
 
             @pl.when(warpgroup == consumers + 1)
             def _():
-                self._take_registers(1)
+                body = self._enter(1, given, scratch, codes)
                 body.drain_converted(body.for_each_fragment(body.convert(codes)))
 
         @pl.when(warpgroup < consumers)
         def _():
-            self._take_registers(2)
-            body.for_each_fragment(body.consume(warpgroup, tuple(out.at[head] for out in outs)))
+            body = self._enter(2, given, scratch, codes)
+            body.for_each_fragment(body.consume(warpgroup, tuple(out.at[body.head] for out in outs)))
+
+    def _enter(self, role: int, given: Inputs, scratch: Scratch, codes: Codes | None) -> _Cta:
+        """Take the registers of a role; each finds its place for itself, as what all share would take registers."""
+        self._take_registers(role)
+        worker, head = lax.axis_index("worker"), lax.axis_index("head")
+        row = head if self.config.is_listed else lax.div(head, jnp.int32(self.config.heads_per_group))
+        return _Cta(self.config, given, scratch, worker, head, row, given.layer[0], codes)
 
     def _take_registers(self, role: int) -> None:
         """Share the registers unequally where a converter takes a part of them."""

@@ -9,8 +9,26 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.formats import Stored
-from kvjax.kernels.paged_attention import Attention, hopper, hopper_shared
+from kvjax.kernels.paged_attention import (
+    Attention,
+    hopper,
+    hopper_block,
+    hopper_codes,
+    hopper_fetch,
+    hopper_join,
+    hopper_kernel,
+    hopper_logits,
+    hopper_plan,
+    hopper_run,
+    hopper_shared,
+    tiles,
+)
 
+# Of the kernel, those that others use first: what faults are planted in.
+MODULES = (
+    tiles, hopper_shared, hopper_plan, hopper_block, hopper_codes, hopper_fetch, hopper_run, hopper_kernel, hopper_join,
+    hopper_logits, hopper,
+)  # fmt: skip
 SMALL = hopper_shared.Shape(block=64, stages=2, workers=3, consumers=2, shares_blocks=False)
 PREFILL = dataclasses.replace(SMALL, shares_blocks=True)
 

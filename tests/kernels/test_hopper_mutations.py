@@ -7,35 +7,17 @@ import jax
 import numpy as np
 import pytest
 from helpers.faults import assert_all_noticed, noticed_by, with_fault
-from helpers.hopper import PREFILL, SMALL, attend, check, forget_state
+from helpers.hopper import MODULES, PREFILL, SMALL, attend, check, forget_state
 from helpers.paged import Paged
 
 from kvjax.kernels.paged_attention import (
     hopper,
     hopper_block,
-    hopper_codes,
-    hopper_fetch,
     hopper_join,
     hopper_kernel,
     hopper_logits,
-    hopper_plan,
     hopper_run,
-    hopper_shared,
     tiles,
-)
-
-MODULES = (
-    tiles,
-    hopper_shared,
-    hopper_plan,
-    hopper_block,
-    hopper_codes,
-    hopper_fetch,
-    hopper_run,
-    hopper_kernel,
-    hopper_join,
-    hopper_logits,
-    hopper,
 )
 
 # (module, what stands there, the fault).
