@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 _SHARED_BYTES = 64 << 10  # for the rows of a CTA: three of them fit a processor
 _TMA_BYTES = 16  # a row must be a multiple
+_SHARED_ALIGNMENT = 128  # bytes, of what TMA copies in shared memory
 
 
 def refuses(*, head_dim: int, pool_dtype: str) -> str | None:
@@ -27,8 +28,8 @@ def refuses(*, head_dim: int, pool_dtype: str) -> str | None:
 
 
 def write_pages(
-    pools: tuple[Float[Array, "pages heads page_size _"], ...],
-    new: tuple[Float[Array, "groups tokens heads _"], ...],
+    pools: tuple[Shaped[Array, "pages heads page_size _"], ...],
+    new: tuple[Shaped[Array, "groups tokens heads _"], ...],
     pages: Int32[Array, "layers groups touched"],
     first_tokens: Int32[Array, "layers groups touched"],
     begins: Int32[Array, "layers groups touched"],
@@ -36,12 +37,12 @@ def write_pages(
     layer: Int32[Array, ""],
     *,
     interpret: Any = None,
-) -> tuple[Float[Array, "pages heads page_size _"], ...]:
+) -> tuple[Shaped[Array, "pages heads page_size _"], ...]:
     """Store tokens page by page and zero what is behind them, in all pools at once; see `kernels.write_pages`.
 
     Args:
-        pools: keys and values, of one page size and number of heads. In a jitted program that donates them they are
-            changed where they are.
+        pools: keys and values, or their codes, of one page size and number of heads. In a jitted program that donates
+            them they are changed where they are.
         new: what each pool gets.
         pages, first_tokens, begins, ends: those of all layers, so that no slice of them need be made.
         layer: the one that is written.
@@ -54,13 +55,13 @@ def write_pages(
         if reason is not None:
             raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")
     size = pools[0].shape[2]
-    of_slot = sum(pool.shape[1] * pool.shape[3] * pool.dtype.itemsize for pool in pools)
+    rows = [(_aligned_heads(pool), pool.shape[3]) for pool in pools]
+    of_slot = sum(math.prod(row) * pool.dtype.itemsize for row, pool in zip(rows, pools, strict=True))
     chunk = size
     while chunk > 1 and chunk * of_slot > _SHARED_BYTES:
         chunk //= 2
     new = tuple(of.astype(pool.dtype) for of, pool in zip(new, pools, strict=True))
     refs = tuple(jax.new_ref(pool) for pool in pools)
-    rows = [(pool.shape[1], pool.shape[3]) for pool in pools]
     plgpu.kernel(
         lambda *refs: _write(*refs, count=len(pools), chunk=chunk),
         grid=(size // chunk, pages.shape[2], pages.shape[1]),
@@ -75,6 +76,12 @@ def write_pages(
         interpret=interpret,
     )(*new, pages, first_tokens, begins, ends, layer[None], *refs)
     return tuple(jax.freeze(ref) for ref in refs)
+
+
+def _aligned_heads(pool) -> int:
+    """Heads of a slot in shared memory, the last of which may stand empty: every slot begins where TMA can copy it."""
+    step = _SHARED_ALIGNMENT // math.gcd(pool.shape[3] * pool.dtype.itemsize, _SHARED_ALIGNMENT)
+    return -(-pool.shape[1] // step) * step
 
 
 def _repeats(row: tuple[int, int]) -> int:
@@ -94,18 +101,18 @@ def _write(*refs, count: int, chunk: int) -> None:
     def fetch(i, _):
         for source, target in zip(new, rows, strict=True):
             token = first + first_slot + i - begin
-            plgpu.copy_gmem_to_smem(source.at[group, token], target.at[i], arrived.at[i])
+            plgpu.copy_gmem_to_smem(source.at[group, token], target.at[i, pl.ds(0, source.shape[2])], arrived.at[i])
         return _
 
     def store(i, _):
         plgpu.barrier_wait(arrived.at[i])
         for row, pool in zip(rows, pools, strict=True):
-            plgpu.copy_smem_to_gmem(row.at[i], pool.at[page, :, first_slot + i])
+            plgpu.copy_smem_to_gmem(row.at[i, pl.ds(0, pool.shape[1])], pool.at[page, :, first_slot + i])
         return _
 
     def clear(i, _):
         for zero, pool in zip(zeros, pools, strict=True):
-            plgpu.copy_smem_to_gmem(zero.at[0], pool.at[page, :, first_slot + i])
+            plgpu.copy_smem_to_gmem(zero.at[0, pl.ds(0, pool.shape[1])], pool.at[page, :, first_slot + i])
         return _
 
     @pl.when(page > 0)

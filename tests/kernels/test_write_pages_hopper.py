@@ -33,8 +33,10 @@ def case_of(*, heads=2, size=8, dims=(64, 64), groups=1, touched=4, dtype: Any =
     """Pools, new tokens, and where they go: distinct pages in shuffled order, some of them padding."""
     rng = np.random.default_rng(seed)
     num_pages, tokens = groups * touched + 3, 2 * size
-    draw = lambda *shape: rng.standard_normal(shape)  # noqa: E731
-    pools = tuple(jnp.asarray(draw(num_pages, heads, size, dim), dtype).at[0].set(jnp.nan) for dim in dims)
+    is_code = jnp.issubdtype(dtype, jnp.integer)
+    draw = lambda *shape: rng.integers(0, 128, shape) if is_code else rng.standard_normal(shape)  # noqa: E731
+    nothing = 99 if is_code else jnp.nan
+    pools = tuple(jnp.asarray(draw(num_pages, heads, size, dim), dtype).at[0].set(nothing) for dim in dims)
     news = tuple(jnp.asarray(draw(groups, tokens, heads, dim), new or dtype) for dim in dims)
     pages = rng.permutation(np.arange(1, num_pages))[: groups * touched].reshape(groups, touched)
     pages[:, -1] = 0
@@ -70,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": dict(dtype=jnp.float16),
     "rounded": dict(new=jnp.float32),
     "8 bits": dict(dtype=jnp.float8_e4m3fn, new=jnp.bfloat16),
+    "nibbles of one head": dict(dtype=jnp.uint8, heads=1, dims=(32, 32)),
+    "bytes": dict(dtype=jnp.int8, heads=3, dims=(64, 32)),
 }
 
 
@@ -114,8 +118,11 @@ FAULTS = {
     "token of the slot before": ("first + first_slot + i - begin", "first + first_slot + i - begin - 1"),
     "token of the page's first slot": ("first + first_slot + i - begin", "first + first_slot + i"),
     "chunks not counted": ("first + first_slot + i - begin", "first + i - begin"),
-    "slot of another chunk": ("row.at[i], pool.at[page, :, first_slot + i]", "row.at[i], pool.at[page, :, i]"),
-    "rows of another slot": ("row.at[i], pool", "row.at[0], pool"),
+    "slot of another chunk": (
+        "first_slot + i])\n        return _\n\n    def clear",
+        "i])\n        return _\n\n    def clear",
+    ),
+    "rows of another slot": ("row.at[i, pl", "row.at[0, pl"),
     "values for keys": (
         "zip(rows, pools, strict=True):\n            plgpu",
         "zip(rows[::-1], pools):\n            plgpu",
