@@ -128,12 +128,18 @@ def encode(
             return jnp.round(codes).astype(form.dtype), (scale,)
         return lax.bitcast_convert_type(codes.astype(form.bits_of), form.dtype), (scale,)
     limit = float(jnp.finfo(form.scale_dtype).max)
-    minimum = jnp.clip(x.min(axis), -limit, limit).astype(form.scale_dtype)
+    minimum = _rounded_down(jnp.clip(x.min(axis), -limit, limit), form)
     scale = _stored_scale((x.max(axis) - minimum.astype(jnp.float32)) / form.largest, form)
     codes = (x - _of_values(minimum, form)) / _of_values(scale, form)
     codes = jnp.clip(jnp.round(codes), 0, form.largest).astype(jnp.uint8)
     low, high = jnp.split(codes, 2, axis=-1)
     return low | (high << jnp.uint8(4)), (scale, minimum)
+
+
+def _rounded_down(x: Float[Array, "*shape"], form: Format) -> Float[Array, "*shape"]:
+    """The greatest number of the scales' dtype that is not above: no value lies below its minimum."""
+    near = x.astype(form.scale_dtype)
+    return jnp.where(near.astype(jnp.float32) > x, jnp.nextafter(near, jnp.full_like(near, -jnp.inf)), near)
 
 
 def finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -152,6 +158,7 @@ def _stored_scale(scale: Array, form: Format) -> Array:
     info = jnp.finfo(form.scale_dtype)
     # Subnormal numbers of float16 are normal in float32, where XLA computes; those of bfloat16 become 0 there.
     least = info.smallest_subnormal if form.scale_dtype == "float16" else info.tiny
+    scale = jnp.nan_to_num(scale, nan=float(least))
     return jnp.clip(scale, float(least), float(info.max)).astype(form.scale_dtype)
 
 

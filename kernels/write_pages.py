@@ -46,16 +46,14 @@ def _put(
     return jnp.where(fresh, rows, jnp.where(slot < begins[:, :, None, None, None], old, 0))
 
 
-def write_stored(
-    pages: Stored,
-    new: Float[Array, "groups tokens heads head_dim"],
+def write_scales(
+    pools: tuple[Float[Array, "pages heads page_size"], ...],
+    new: tuple[Float[Array, "groups tokens heads"], ...],
     *where: Int32[Array, "groups touched"],
-    scale: Float[Array, "groups 1 heads"] | None = None,
-) -> Stored:
-    """Store tokens in the pages' format; `where` is that of `write_pages`, `scale` that of `encode`."""
-    codes, scales = encode(new, pages.form, scale)
-    write_scale = lambda pool, of: write_pages(pool[..., None], of[..., None], *where)[..., 0]  # noqa: E731
-    return Stored(write_pages(pages.codes, codes, *where), tuple(map(write_scale, pages.scales, scales)), pages.form)
+) -> tuple[Float[Array, "pages heads page_size"], ...]:
+    """Store the scales of tokens; `where` is that of `write_pages`."""
+    put = lambda pool, of: write_pages(pool[..., None], of[..., None], *where)[..., 0]  # noqa: E731
+    return tuple(map(put, pools, new))
 
 
 def write_full_pages(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32, Shaped
 
 _SHARED_BYTES = 64 << 10  # for the rows of a CTA: three of them fit a processor
 _TMA_BYTES = 16  # a row must be a multiple
+_MOST_BARRIERS = 32  # of a group; a slot has one
 _SHARED_ALIGNMENT = 128  # bytes, of what TMA copies in shared memory
 
 
@@ -58,7 +59,7 @@ def write_pages(
     rows = [(_aligned_heads(pool), pool.shape[3]) for pool in pools]
     of_slot = sum(math.prod(row) * pool.dtype.itemsize for row, pool in zip(rows, pools, strict=True))
     chunk = size
-    while chunk > 1 and chunk * of_slot > _SHARED_BYTES:
+    while chunk > 1 and (chunk > _MOST_BARRIERS or chunk * of_slot > _SHARED_BYTES):
         chunk //= 2
     new = tuple(of.astype(pool.dtype) for of, pool in zip(new, pools, strict=True))
     refs = tuple(jax.new_ref(pool) for pool in pools)

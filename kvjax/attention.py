@@ -21,9 +21,9 @@ from kvjax.arguments import floats, integers
 from kvjax.cache import POSITION_END, Cache, PooledCache, Status, raise_status
 from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import candidates
-from kvjax.kernels.formats import rotate
+from kvjax.kernels.formats import Stored, encode, rotate
 from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference
-from kvjax.kernels.write_pages import write_full_pages, write_stored
+from kvjax.kernels.write_pages import write_full_pages, write_pages, write_scales
 from kvjax.placement import Writes
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
@@ -98,7 +98,13 @@ def _of_heads(spec: CacheSpec, name: str, scale) -> Float[Array, "groups 1 heads
     """Scales as the writing wants them."""
     if scale is None:
         return None
-    given = floats(name, scale, () if np.ndim(scale) == 0 else (spec.num_kv_heads,))
+    heads = spec.num_kv_heads
+    is_scalar = isinstance(scale, float | np.floating) or (hasattr(scale, "ndim") and scale.ndim == 0)
+    given = floats(name, scale, () if is_scalar else (heads,))
+    if not isinstance(given, Tracer) and not (np.isfinite(given) & (given > 0)).all():
+        raise InputError(
+            f"{name} is {shown(np.asarray(given).tolist())}: give one scale above 0, or {heads}, one a head"
+        )
     return jnp.broadcast_to(given, spec.num_kv_heads).reshape(spec.groups, 1, -1)
 
 
@@ -183,24 +189,15 @@ def _write(cache: Cache, step: Step, layer, new, implementation: str) -> Cache:
     shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
     new_keys, new_values = (new.reshape(shape).swapaxes(0, 1) for new in (k, v))
     (keys, values), open_keys = cache.stored, cache.open_keys
-    assert isinstance(step.writes, Writes), "of one pool"
-    where = step.writes.of_layer(layer)
-    if implementation == "hopper" and not spec.is_quantized:
-        from kvjax.kernels import write_pages_hopper
-
-        writes = step.writes
-        codes = write_pages_hopper.write_pages(
-            (keys.codes, values.codes), (new_keys, new_values), writes.pages, writes.first_tokens, writes.begins,
-            writes.ends, jnp.asarray(layer, jnp.int32),
-        )  # fmt: skip
-        keys, values = (dataclasses.replace(of, codes=new) for of, new in zip((keys, values), codes, strict=True))
+    if not isinstance(step.writes, Writes):
+        raise InputError("step is of a cache with several pools, and this cache has one: give the step that it began")
+    if open_keys is None:
+        both = ((keys, new_keys, k_scale), (values, new_values, v_scale))
+        keys, values = _write_slots(both, step.writes, layer, implementation)
     else:
-        values = write_stored(values, new_values, *where, scale=v_scale)
-        if open_keys is None:
-            keys = write_stored(keys, new_keys, *where, scale=k_scale)
-        else:
-            place = (jnp.asarray(layer, jnp.int32), step.writes.sequence[layer])
-            keys, open_keys = write_full_pages(keys, open_keys, new_keys, *place, *where)
+        place = (jnp.asarray(layer, jnp.int32), step.writes.sequence[layer])
+        keys, open_keys = write_full_pages(keys, open_keys, new_keys, *place, *step.writes.of_layer(layer))
+        (values,) = _write_slots(((values, new_values, v_scale),), step.writes, layer, implementation)
     cache = dataclasses.replace(
         cache, keys=keys.codes, values=values.codes, key_scales=keys.scales, value_scales=values.scales,
         open_keys=open_keys,
@@ -209,6 +206,23 @@ def _write(cache: Cache, step: Step, layer, new, implementation: str) -> Cache:
         finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
         cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())
     return cache
+
+
+def _write_slots(given, writes: Writes, layer, implementation: str) -> list[Stored]:
+    """Store tokens in formats with scales per slot; `given` are pages, what is new, and its scale or None."""
+    where = writes.of_layer(layer)
+    encoded = [encode(new, pages.form, scale) for pages, new, scale in given]
+    pools, new = tuple(pages.codes for pages, *_ in given), tuple(codes for codes, _ in encoded)
+    if implementation == "hopper":
+        from kvjax.kernels import write_pages_hopper
+
+        of_all = (writes.pages, writes.first_tokens, writes.begins, writes.ends)
+        codes = write_pages_hopper.write_pages(pools, new, *of_all, jnp.asarray(layer, jnp.int32))
+    else:
+        codes = [write_pages(pool, of, *where) for pool, of in zip(pools, new, strict=True)]
+    scales = [write_scales(pages.scales, of, *where) for (pages, *_), (_, of) in zip(given, encoded, strict=True)]
+    forms = [pages.form for pages, *_ in given]
+    return [Stored(*of) for of in zip(codes, scales, forms, strict=True)]
 
 
 def _rows(cache: Cache, step: Step, layer) -> Rows:

@@ -23,18 +23,21 @@ _FORMATS_OF = {
 }  # fmt: skip
 
 
-def canonical_format(name: str, of: str = "format") -> str:
+def canonical_format(name: str, of: str = "format", argument: str | None = None) -> str:
     """Return the page format that `name` or its alias (vLLM's names) stands for.
 
     Args:
         name: a format, or an alias.
-        of: what it is the format of: "format" (keys and values), "key_format" or "value_format".
+        of: what it is the format of: "format" (keys and values), "key_format", "value_format" or "skip_format".
+        argument: what the caller calls it, `of` by default.
 
     Raises: InputError for a name that is no such format.
     """
     format_name = _ALIASES.get(name, name) if isinstance(name, str) else None
     if format_name not in _FORMATS_OF[of]:
-        raise InputError(f"{of} {shown(name)} is not a page format: choose one of {', '.join(_FORMATS_OF[of])}")
+        raise InputError(
+            f"{argument or of} {shown(name)} is not a page format: choose one of {', '.join(_FORMATS_OF[of])}"
+        )
     return format_name
 
 
@@ -64,18 +67,32 @@ def quantize_pages(pages: Float[ArrayLike, "pages heads page_size head_dim"], fo
 
     Raises: InputError for pages of another shape or kind, an odd head_dim, or a name that is no format.
     """
-    name = canonical_format(format, "key_format")
+    name = canonical_format(format, "key_format", "format")
     if name in _PAIRS:
         keys, values = _PAIRS[name]
         raise InputError(f"format {name!r} stands for {keys!r} of keys and {values!r} of values: name one of them")
     array = floats("pages", pages, ("pages", "heads", "page_size", "head_dim"))
     if array.shape[-1] % 2:
         raise InputError(f"head_dim {array.shape[-1]} is odd: packed formats need an even size")
+    if not array.size:
+        raise InputError(f"pages is of shape {list(array.shape)}: there is nothing to store")
     codes, scales = encode(array, FORMATS[name])
     return Stored(codes, scales, FORMATS[name])
 
 
 def dequantize_pages(stored: Stored) -> Float32[Array, "pages heads page_size head_dim"]:
-    """Return what stored pages stand for, in the basis they came in: a rotation is undone."""
+    """Return what stored pages stand for, in the basis they came in: a rotation is undone.
+
+    Raises: InputError for what is no stored pages, or lacks the scales of its format.
+    """
+    if not isinstance(stored, Stored):
+        raise InputError(f"stored is a {type(stored).__name__}: give what quantize_pages returned")
+    vectors = (*stored.codes.shape[:2], stored.codes.shape[3] * stored.form.per_code)
+    wanted = [vectors if stored.form.is_per_channel else stored.codes.shape[:3]] * stored.form.num_scales
+    if [scale.shape for scale in stored.scales] != wanted:
+        raise InputError(
+            f"stored has scales of shapes {[list(of.shape) for of in stored.scales]}: {stored.form.name} with these "
+            f"codes has {[list(of) for of in wanted]}"
+        )
     values = decode(stored.codes, stored.scales, stored.form).astype("float32")
     return rotate(values) if stored.form.is_rotated else values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +52,19 @@ def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[in
     """
     if isinstance(cache, PooledCache):
         of_pools = [None] * len(cache.of_pools) if held is None else held
-        if isinstance(of_pools, dict) or len(of_pools) != len(cache.of_pools):
+        is_list = isinstance(of_pools, list | tuple) and all(of is None or isinstance(of, dict) for of in of_pools)
+        if not is_list or len(of_pools) != len(cache.of_pools):
             raise InputError(
                 f"held is {shown(held)}: give a list of {len(cache.of_pools)}, one for each pool of the cache"
             )
         for of, references in zip(cache.of_pools, of_pools, strict=True):
-            check(of, held=references)
+            check(of, held=cast(dict[int, int] | None, references))
+        for name in ("next_position", "start_position"):
+            of_each = [np.asarray(getattr(of, name)).tolist() for of in cache.of_pools]
+            _require(all(of == of_each[0] for of in of_each), f"all pools have the same {name}s ({shown(of_each)})")
         return
-    assert held is None or isinstance(held, dict)
+    if held is not None and not isinstance(held, dict):
+        raise InputError(f"held is {shown(held)}: give references by page id")
     references = None if held is None else _references(cache.spec, held)
     status = Status(int(cache.status))
     if status:

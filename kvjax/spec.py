@@ -90,8 +90,7 @@ class CacheSpec:
         self._check_windows()
 
     def _check_shapes(self):
-        if self.page_size % 8:
-            raise InputError(f"page_size {self.page_size} is not a multiple of 8: use 8, 16, 32, 64 or 128")
+        check_page_size(self.page_size)
         if self.head_dim % 2:
             raise InputError(f"head_dim {self.head_dim} is odd: rotary pairs and packed formats need an even size")
         if self.groups not in (1, self.num_kv_heads):
@@ -117,7 +116,8 @@ class CacheSpec:
         )
 
     def _named_layers(self) -> tuple[int, ...]:
-        if not isinstance(self.skip_layers, Sequence | np.ndarray) or isinstance(self.skip_layers, str | bytes):
+        listed = isinstance(self.skip_layers, Sequence | np.ndarray) and not isinstance(self.skip_layers, str | bytes)
+        if not listed or getattr(self.skip_layers, "ndim", 1) != 1:
             raise InputError(f"skip_layers is {shown(self.skip_layers)}: give a list of layers")
         layers = self.num_layers
         named = {whole_number("a layer of skip_layers", of, -layers, layers - 1) % layers for of in self.skip_layers}
@@ -234,6 +234,12 @@ class PoolSpec:
 
     layers: tuple[int, ...]
     spec: CacheSpec
+
+
+def check_page_size(size: int) -> None:
+    """Raise InputError for a page size that no cache has."""
+    if size < 8 or size % 8:
+        raise InputError(f"page_size {size} is not a multiple of 8: use 8, 16, 32, 64 or 128")
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int32, Integer
 from kvjax import pages
 from kvjax.arguments import array, integers
 from kvjax.cache import POSITION_END, Cache, PooledCache, Status, on_all_pools, raise_status
-from kvjax.errors import whole_number
+from kvjax.errors import InputError, whole_number
 from kvjax.invariants import broken_on_device
 from kvjax.kernels.pytree import pytree
 from kvjax.placement import Writes, allocate_pages, entry_ids, touched_pages, write_positions, writes_of
@@ -54,7 +54,10 @@ class Step:
 
     def of_pool(self, number: int) -> Step:
         """The step of one of several pools."""
-        assert isinstance(self.writes, tuple)
+        if not isinstance(self.writes, tuple):
+            raise InputError(
+                "step is of a cache with one pool, and this cache has several: give the step that it began"
+            )
         return dataclasses.replace(self, writes=self.writes[number], plan=self.plan[number])
 
     @property

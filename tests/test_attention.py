@@ -1,6 +1,7 @@
 """attend against float64 attention over plain lists of tokens, with NaN in every slot that holds none."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,13 @@ def test_scales_of_a_checkpoint_take_the_place_of_each_vector_s(name):
 def test_scales_of_the_wrong_shape_are_refused():
     cache, step = begin_step(init_cache(SPEC), [1, 0, 0, 0], num_tokens=1, max_query_length=1)
     q, k = jnp.zeros((1, HEADS, SPEC.head_dim)), jnp.zeros((1, 2, SPEC.head_dim))
+    mistakes: list[Any] = [float("nan"), 0.0, [1.0, -1.0], np.array(np.inf)]
+    for bad in mistakes:
+        with pytest.raises(InputError, match="v_scale is .*: give one scale above 0, or 2, one a head"):
+            attend(cache, step, 0, q, k, k, rotary=None, v_scale=bad)
+    ragged: Any = [[1.0], [1.0, 2.0]]
+    with pytest.raises(InputError, match="k_scale is no array: give floats of shape"):
+        attend(cache, step, 0, q, k, k, rotary=None, k_scale=ragged)
     with pytest.raises(InputError, match=r"k_scale is float.* of shape \[3\]: give floats of shape \[2\]"):
         attend(cache, step, 0, q, k, k, rotary=None, k_scale=np.ones(3, np.float32))
 

@@ -200,7 +200,9 @@ class SlowPeer(Peer):
     def available(self) -> bool:
         return self.name == "transformers"
 
-    def decode(self, batch: int, prompt_tokens: int, new_tokens: int, *, seed: int = 0, cache: str | None = None) -> float:
+    def decode(
+        self, batch: int, prompt_tokens: int, new_tokens: int, *, seed: int = 0, cache: str | None = None
+    ) -> float:
         self.last = {"tokens": [[-1] * new_tokens] * batch}
         return 1e6
 

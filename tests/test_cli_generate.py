@@ -160,7 +160,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, argv, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--page-size", "0"], "page_size is 0"),
+        (["--page-size", "0"], "page_size 0 is not a multiple of 8"),
         (["--page-size", "12"], "page_size 12"),
         (["--num-pages", "2"], "num_pages 2"),
         (["--kv-format", "int3"], "format 'int3'"),

@@ -1,5 +1,9 @@
 """Names of page formats, and pages quantised outside a cache."""
 
+import dataclasses
+import re
+from typing import Any, cast
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,7 +45,8 @@ def test_they_are_the_pages_of_a_cache_with_that_format(name):
 @pytest.mark.parametrize(
     "pages, name, words",
     [
-        (PAGES, "int5", "key_format 'int5' is not a page format"),
+        (PAGES[:0], "int4_hadamard", r"pages is of shape \[0, 2, 8, 6\]: there is nothing to store"),
+        (PAGES, "int5", "format 'int5' is not a page format"),
         (PAGES, "int4", "format 'int4' stands for 'int4_per_channel' of keys and 'int4_hadamard' of values: name one"),
         (PAGES[..., :5], "int8", "head_dim 5 is odd"),
         (PAGES[0], "int8", r"pages is float32 of shape \[2, 8, 6\]: give floats of shape"),
@@ -65,3 +70,22 @@ def test_aliases_name_formats(alias, name):
 
 def test_large_pages_suit_keys_per_channel():
     assert [best_page_size(name) for name in ("int4", "int4_hadamard", "bf16")] == [64, 16, 16]
+
+
+def test_what_is_not_stored_is_refused():
+    stored = kvjax.quantize_pages(PAGES, "int8")
+    with pytest.raises(kvjax.InputError, match="stored is a ndarray: give what quantize_pages returned"):
+        kvjax.dequantize_pages(cast(Any, PAGES))
+    for scales, shapes in (((), "[]"), ((stored.scales[0][:1],), "[[1, 2, 8]]")):
+        with pytest.raises(kvjax.InputError, match=re.escape(f"stored has scales of shapes {shapes}: int8")):
+            kvjax.dequantize_pages(dataclasses.replace(stored, scales=scales))
+
+
+@pytest.mark.parametrize("name", ["int4_per_channel", "int4_per_token"])
+@pytest.mark.parametrize("offset", [0, 300, -1000, 3000])
+def test_an_offset_costs_what_its_own_rounding_does(name, offset):
+    pages = np.random.default_rng(1).standard_normal((1, 1, 64, 64)).astype(np.float32) + offset
+    stored = kvjax.quantize_pages(pages, name)
+    # Minima are rounded down in float16, so that no value lies below; the span grows by what that is.
+    half_step = (np.ptp(pages, axis=2 if "channel" in name else 3).max() + abs(offset) * 2**-10) / 30
+    assert np.abs(np.asarray(kvjax.dequantize_pages(stored)) - pages).max() <= half_step * (1 + 2**-7)

@@ -1,6 +1,7 @@
 """Several pools in one cache: layers in another format, everything in step, and nothing done by halves."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ def test_pages_go_to_the_pools_by_what_a_sequence_needs():
     "changes, words",
     [
         (dict(skip_layers=3), "skip_layers is 3: give a list"),
+        (dict(skip_layers=np.array(0)), "skip_layers is .*: give a list"),
         (dict(skip_layers="01"), "skip_layers is '01': give a list"),
         (dict(skip_layers=[4]), "a layer of skip_layers is 4: it must be a whole number from -4 to 3"),
         (dict(skip_layers=range(4)), "skip_layers names all 4 layers: give format='bfloat16'"),
@@ -165,12 +167,35 @@ def test_pages_of_all_pools_are_shared_and_held():
     assert_same(cache, before, but=())
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_lists_for_the_pools_are_checked():
     cache = init(INT4)
     with pytest.raises(kvjax.InputError, match=r"ids is \[1\]: give a list of 2, one for each pool"):
         kvjax.retain(cache, [1])
-    with pytest.raises(kvjax.InputError, match="held is {}: give a list of 2"):
-        check(cache, held={})
+    mistakes: list[Any] = [{}, 5, [1, 2], [{}]]
+    for held in mistakes:
+        with pytest.raises(kvjax.InputError, match="held is .*: give a list of 2"):
+            check(cache, held=held)
+    with pytest.raises(kvjax.InputError, match=r"held is \[{}\]: give references by page id"):
+        check(init(FOUR), held=[{}])
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_steps_of_another_kind_of_cache_are_refused():
+    several, one = init(INT4), init(FOUR)
+    shape = dict(num_tokens=1, max_query_length=1)
+    x = jnp.zeros((1, INT4.num_kv_heads, INT4.head_dim))
+    for cache, other, words in ((several, one, "this cache has several"), (one, several, "this cache has one")):
+        step = kvjax.begin_step(other, [1, 0, 0, 0], **shape)[1]
+        with pytest.raises(kvjax.InputError, match=words):
+            kvjax.attend(cache, step, 0, x, x, x, rotary=None)
+
+
+def test_pools_that_disagree_are_noticed():
+    twin = twin_of([3, 0, 0, 0])
+    first, second = of_pools(twin.cache)
+    with pytest.raises(kvjax.CacheError, match="all pools have the same next_positions"):
+        check(twin.cache.with_pools([first, kvjax.release(second, [0])]))
 
 
 def test_a_spec_of_pools_is_a_key():

@@ -76,8 +76,16 @@ def sampling_options(args: argparse.Namespace, count: int) -> dict[str, Any]:
 
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `Options` that the flags of the cache set."""
-    form = args.dtype if args.kv_format == "auto" else args.kv_format
+    """Return the fields of `Options` that the flags of the cache set.
+
+    Raises: InputError for a format or a page size that no cache has.
+    """
+    from kvjax.formats import canonical_format
+    from kvjax.spec import check_page_size
+
+    form = args.dtype if args.kv_format == "auto" else canonical_format(args.kv_format, argument="--kv-format")
+    if args.page_size is not None:
+        check_page_size(args.page_size)
     return dict(format=form, skip_layers=args.skip_layers, page_size=args.page_size, num_pages=args.num_pages)
 
 

@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return f"{row['kernel']}, {row['shape']}" if "kernel" in row else f"{row['program']}, devices: {row['devices']}, {row['format']} pages"
+    if "kernel" in row:
+        return f"{row['kernel']}, {row['shape']}"
+    return f"{row['program']}, devices: {row['devices']}, {row['format']} pages"
 
 
 def _table(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import kvjax
 
+    cache_options = arguments.cache_options(args)
     arguments.progress(f"loading {args.model} ({args.dtype})")
     model = kvjax.load(args.model, args.dtype, notify=arguments.progress)
     prompts = [_tokens(model.tokenizer, request.prompt, args.chat) for request in requests]
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         **sampling,
         seed=args.seed,
         logprobs=args.logprobs,
-        **arguments.cache_options(args),
+        **cache_options,
     )
     _warn_beyond_training(model, prompts, requests)
     arguments.progress("compiling (about half a minute where sizes or options are new), then generating")
