@@ -27,6 +27,7 @@ from kvjax.kernels.attention_mass import hopper_work as work_fields
 from kvjax.kernels.attention_mass.hopper_tile import Logits, Scratch, Shape, add_tile
 from kvjax.kernels.attention_mass.hopper_work import ALIGNMENT, Work
 from kvjax.kernels.paged_attention.hopper_block import ROWS, tile_columns
+from kvjax.kernels.paged_attention.hopper_fetch import copy_row
 
 
 def mass_of_fragments(
@@ -173,7 +174,7 @@ class _Kernel:
                 part, row = divmod(j * self.piece, ROWS)
                 here, there = pl.ds(row, self.piece), pl.ds(j % per_page * self.piece, self.piece)
                 page, full = ids[j // per_page], at.k_full.at[slot]
-                plgpu.copy_gmem_to_smem(positions.at[page, there], at.positions.at[slot, part, here], full)
+                copy_row(positions.at[page, there], at.positions.at[slot, part, here], full)
                 plgpu.copy_gmem_to_smem(keys.at[page, there], at.keys.at[slot, part, here], full)
 
             def fetch(i, _):
@@ -182,7 +183,7 @@ class _Kernel:
                 # Multiplied here, so that the compiler sees what the place is a multiple of.
                 tokens = pl.ds((place + tile * (tile_tokens // ALIGNMENT)) * ALIGNMENT, tile_tokens)
                 pl.when(steps + i >= self.shape.query_stages)(lambda: plgpu.barrier_wait(at.q_free.at[slot]))
-                plgpu.copy_gmem_to_smem(lse.at[head, tokens], at.lse.at[slot], at.q_full.at[slot])
+                copy_row(lse.at[head, tokens], at.lse.at[slot], at.q_full.at[slot])
                 plgpu.copy_gmem_to_smem(q.at[head, tokens], at.queries.at[slot], at.q_full.at[slot])
                 return _
 

@@ -24,13 +24,13 @@ def fetch_keys(config: Config, pool: tuple[Any, ...], page, there, into, slot, j
     """
     (keys, _, positions, *scales), here = pool, _place(config, j)
     full, form = into.k_full.at[slot], config.forms[0]
-    _copy_row(positions.at[page, there], into.positions.at[slot, here], full)
+    copy_row(positions.at[page, there], into.positions.at[slot, here], full)
     plgpu.copy_gmem_to_smem(keys.at[page, there], into.keys.at[slot, here], full)
     for i, scale in enumerate(scales[: form.num_scales]):
         if form.is_per_channel:
-            _copy_row(scale.at[page], into.key_scales.at[slot, i, j], full)
+            copy_row(scale.at[page], into.key_scales.at[slot, i, j], full)
         else:
-            _copy_row(scale.at[page, there], into.key_scales.at[slot, i, here], full)
+            copy_row(scale.at[page, there], into.key_scales.at[slot, i, here], full)
 
 
 def fetch_values(config: Config, pool: tuple[Any, ...], page, there, into, slot, j: int) -> None:
@@ -39,7 +39,7 @@ def fetch_values(config: Config, pool: tuple[Any, ...], page, there, into, slot,
     full = into.v_full.at[slot]
     plgpu.copy_gmem_to_smem(values.at[page, there], into.values.at[slot, here], full)
     for i, scale in enumerate(scales[config.forms[0].num_scales :]):
-        _copy_row(scale.at[page, there], into.value_scales.at[slot, i, here], full)
+        copy_row(scale.at[page, there], into.value_scales.at[slot, i, here], full)
 
 
 def _place(config: Config, j: int):
@@ -47,6 +47,6 @@ def _place(config: Config, j: int):
     return pl.ds(j * config.piece, config.piece)
 
 
-def _copy_row(source, target, barrier) -> None:
+def copy_row(source, target, barrier) -> None:
     """Copy what lies together in device memory, to any multiple of 16 bytes; copies with bounds need one of 128."""
     plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
