@@ -26,7 +26,7 @@ test: lint types
 
 # The tests marked slow, then the core tests on the oldest jax, and some shapes compiled with it.
 test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp .venv-kernels-oldest/.stamp
-	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels/bin/python .venv/bin/python -m pytest -m slow
+	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels/bin/python .venv/bin/python -m pytest -m slow -n 2 --dist loadfile
 	.venv-oldest/bin/python -m pytest -m "not slow" $(CORE_TESTS)
 	for target in h200 v5e; do \
 	    KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels-oldest/bin/python \
