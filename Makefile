@@ -22,7 +22,7 @@ demo: .venv/.stamp
 	    --prompt "Water boils at"
 
 test: lint types
-	.venv/bin/python -m pytest -m "not slow"
+	.venv/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 # The tests marked slow, then the core tests on the oldest jax, and some shapes compiled with it.
 test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp .venv-kernels-oldest/.stamp
