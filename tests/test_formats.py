@@ -30,7 +30,7 @@ def test_pages_come_back_within_the_format_s_error(name):
 
 @pytest.mark.parametrize("name", ["int8", "int4_hadamard", "fp8"])
 def test_they_are_the_pages_of_a_cache_with_that_format(name):
-    twin = Twin(kvjax.CacheSpec(**{**vars(SPEC), "format": name, "num_pages": 80}))
+    twin = Twin(dataclasses.replace(SPEC, format=name, num_pages=80))
     q, k, v = twin.draw_tokens(SIZE)
     twin.step([SIZE, 0, 0, 0], **PREFILL, qkv=(q, k, v))
     for layer in range(SPEC.num_layers):
@@ -65,7 +65,7 @@ def test_what_is_no_page_or_no_format_is_refused(pages, name, words):
                                          ("int4_per_token_head", "int4_hadamard")])  # fmt: skip
 def test_aliases_name_formats(alias, name):
     assert canonical_format(alias) == name
-    assert kvjax.CacheSpec(**{**vars(SPEC), "format": alias}) == kvjax.CacheSpec(**{**vars(SPEC), "format": name})
+    assert dataclasses.replace(SPEC, format=alias) == dataclasses.replace(SPEC, format=name)
 
 
 def test_large_pages_suit_keys_per_channel():
