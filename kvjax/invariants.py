@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,17 +50,7 @@ def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[in
         that the pool does not have.
     """
     if isinstance(cache, PooledCache):
-        of_pools = [None] * len(cache.of_pools) if held is None else held
-        is_list = isinstance(of_pools, list | tuple) and all(of is None or isinstance(of, dict) for of in of_pools)
-        if not is_list or len(of_pools) != len(cache.of_pools):
-            raise InputError(
-                f"held is {shown(held)}: give a list of {len(cache.of_pools)}, one for each pool of the cache"
-            )
-        for of, references in zip(cache.of_pools, of_pools, strict=True):
-            check(of, held=cast(dict[int, int] | None, references))
-        for name in ("next_position", "start_position"):
-            of_each = [np.asarray(getattr(of, name)).tolist() for of in cache.of_pools]
-            _require(all(of == of_each[0] for of in of_each), f"all pools have the same {name}s ({shown(of_each)})")
+        _check_pools(cache, held)
         return
     if held is not None and not isinstance(held, dict):
         raise InputError(f"held is {shown(held)}: give references by page id")
@@ -90,6 +79,19 @@ def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[in
             bounds = (kept.min(), kept.max()) if kept.size else EMPTY_SPAN
             _require(tuple(span[page_id]) == bounds, f"page {page_id} has the span of its positions")
         _require(next_slot[row] == next_position[seq] - start[seq], f"row {row} has seen every token")
+
+
+def _check_pools(cache: PooledCache, held) -> None:
+    """Verify the caches of all pools, and that all of them have seen the same tokens."""
+    given = [None] * len(cache.of_pools) if held is None else held
+    is_list = isinstance(given, list | tuple) and all(of is None or isinstance(of, dict) for of in given)
+    if not is_list or len(given) != len(cache.of_pools):
+        raise InputError(f"held is {shown(held)}: give a list of {len(cache.of_pools)}, one for each pool of the cache")
+    for of, references in zip(cache.of_pools, given, strict=True):
+        check(of, held=references)
+    for name in ("next_position", "start_position"):
+        of_each = [np.asarray(getattr(of, name)).tolist() for of in cache.of_pools]
+        _require(all(of == of_each[0] for of in of_each), f"all pools have the same {name}s ({shown(of_each)})")
 
 
 def _expected_row(spec: CacheSpec, layer: int, first: int, next_slot: int) -> list[int | None]:

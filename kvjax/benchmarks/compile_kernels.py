@@ -107,18 +107,9 @@ def compile_shape(
     num_pages = min(shape.batch * shape.pages_per_seq, 1 << 20) + 1 + spare_pages
     keys, values = (stored_shape(form, num_pages, shape) for form in forms)
     q = jax.ShapeDtypeStruct((shape.batch * shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
-    seqs = (1, 1, shape.batch)
-    sinks = 4 if "sinks" in features else 0
-    rows = Rows(
-        ints(*seqs, shape.pages_per_seq),
-        ints(*seqs),
-        ints(*seqs),
-        ints(1),
-        ints(1),
-        ints(),
-        sinks,
-        keys.form.is_per_channel,
-    )
+    seqs, sinks = (1, 1, shape.batch), 4 if "sinks" in features else 0
+    of_rows = (ints(*seqs, shape.pages_per_seq), ints(*seqs), ints(*seqs), ints(1), ints(1), ints())
+    rows = Rows(*of_rows, sinks, keys.form.is_per_channel)
     queries = Queries(*(ints(shape.batch) for _ in range(4)))
     arrays = dict(
         sinks=dict(sink_query=q),
