@@ -17,16 +17,18 @@ def write_pages(
     first_tokens: Int32[Array, "groups touched"],
     begins: Int32[Array, "groups touched"],
     ends: Int32[Array, "groups touched"],
+    blanks: Int32[Array, "groups touched"],
 ) -> Shaped[Array, "pages heads page_size width"]:
-    """Store tokens page by page and zero what is behind them.
+    """Store tokens page by page and zero what is behind the last one.
 
     Page `pages[g, i]` (0 for none) gets token `first_tokens[g, i]` in slot `begins[g, i]`, the next token in the next
-    slot and so on before slot `ends[g, i]`. Slots from there on become 0, so that readers meet no garbage behind a
-    sequence's last token.
+    slot and so on before slot `ends[g, i]`. Slots from `blanks[g, i]` on, which is no less, become 0, so that readers
+    meet no garbage behind a sequence's last token; those before it stay as they are.
     """
     # The barrier: fused with the scatter this would read the array that it writes, and XLA would copy all of it.
     old = lax.optimization_barrier(pool.at[pages].get(mode="promise_in_bounds"))
-    return pool.at[pages].set(_put(old, new.astype(pool.dtype), first_tokens, begins, ends), mode="promise_in_bounds")
+    put = _put(old, new.astype(pool.dtype), first_tokens, begins, ends, blanks)
+    return pool.at[pages].set(put, mode="promise_in_bounds")
 
 
 def _put(
@@ -35,15 +37,16 @@ def _put(
     first_tokens: Int32[Array, "groups touched"],
     begins: Int32[Array, "groups touched"],
     ends: Int32[Array, "groups touched"],
+    blanks: Int32[Array, "groups touched"],
 ) -> Shaped[Array, "groups touched heads page_size width"]:
-    """Put tokens into pages, and zeros behind them."""
+    """Put tokens into pages, and zeros behind the last one."""
     slot = jnp.arange(old.shape[3], dtype=jnp.int32)[None, None]
     token = jnp.clip(first_tokens[..., None] + slot - begins[..., None], 0, new.shape[1] - 1)
     group = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None, None]
     rows = new.at[group, token].get(mode="promise_in_bounds").swapaxes(2, 3)
     slot = slot[:, :, None, :, None]
-    fresh = (slot >= begins[:, :, None, None, None]) & (slot < ends[:, :, None, None, None])
-    return jnp.where(fresh, rows, jnp.where(slot < begins[:, :, None, None, None], old, 0))
+    begins, ends, blanks = (of[:, :, None, None, None] for of in (begins, ends, blanks))
+    return jnp.where((slot >= begins) & (slot < ends), rows, jnp.where(slot < blanks, old, 0))
 
 
 def write_scales(
@@ -81,7 +84,7 @@ def write_full_pages(
     place = (layer, group, sequence)
     old = lax.optimization_barrier(open_pages.at[place].get(mode="promise_in_bounds"))
     tiles = _put(old, finite(new).astype(old.dtype), *where)
-    is_full = (where[-1] == size) & (ids > 0)
+    is_full = (where[2] == size) & (ids > 0)
     codes, scales = _encode_any(tiles, is_full, pages)
     full = jnp.where(is_full, ids, 0)
     put = lambda pool, of_pages: pool.at[full].set(of_pages, mode="promise_in_bounds")  # noqa: E731

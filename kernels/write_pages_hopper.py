@@ -35,17 +35,18 @@ def write_pages(
     first_tokens: Int32[Array, "layers groups touched"],
     begins: Int32[Array, "layers groups touched"],
     ends: Int32[Array, "layers groups touched"],
+    blanks: Int32[Array, "layers groups touched"],
     layer: Int32[Array, ""],
     *,
     interpret: Any = None,
 ) -> tuple[Shaped[Array, "pages heads page_size _"], ...]:
-    """Store tokens page by page and zero what is behind them, in all pools at once; see `kernels.write_pages`.
+    """Store tokens page by page and zero what is behind the last one, in all pools at once; see `kernels.write_pages`.
 
     Args:
         pools: keys and values, or their codes, of one page size and number of heads. In a jitted program that donates
             them they are changed where they are.
         new: what each pool gets.
-        pages, first_tokens, begins, ends: those of all layers, so that no slice of them need be made.
+        pages, first_tokens, begins, ends, blanks: those of all layers, so that no slice of them need be made.
         layer: the one that is written.
         interpret: `plgpu.InterpretGPUParams` to run without a GPU.
 
@@ -75,7 +76,7 @@ def write_pages(
             plgpu.Barrier(num_arrivals=len(pools), num_barriers=chunk),
         ],
         interpret=interpret,
-    )(*new, pages, first_tokens, begins, ends, layer[None], *refs)
+    )(*new, pages, first_tokens, begins, ends, blanks, layer[None], *refs)
     return tuple(jax.freeze(ref) for ref in refs)
 
 
@@ -91,13 +92,13 @@ def _repeats(row: tuple[int, int]) -> int:
 
 
 def _write(*refs, count: int, chunk: int) -> None:
-    """The kernel's body: new rows of every pool, four arrays of where they go, the layer, the pools, scratch."""
-    new, (*where, layer), rest = refs[:count], refs[count : count + 5], refs[count + 5 :]
+    """The kernel's body: new rows of every pool, five arrays of where they go, the layer, the pools, scratch."""
+    new, (*where, layer), rest = refs[:count], refs[count : count + 6], refs[count + 6 :]
     pools, rows, zeros, arrived = rest[:count], rest[count : 2 * count], rest[2 * count : 3 * count], rest[-1]
     group, touched = lax.axis_index("group"), lax.axis_index("touched")
-    page, first, begin, end = (of[layer[0], group, touched] for of in where)
+    page, first, begin, end, blank = (of[layer[0], group, touched] for of in where)
     first_slot = lax.axis_index("chunk") * chunk
-    mine, behind = (jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end))
+    mine, behind, unused = (jnp.clip(slot - first_slot, 0, chunk) for slot in (begin, end, blank))
 
     def fetch(i, _):
         for source, target in zip(new, rows, strict=True):
@@ -122,6 +123,6 @@ def _write(*refs, count: int, chunk: int) -> None:
         for zero in zeros:
             zero[...] = jnp.zeros(zero.shape, zero.dtype)
         plgpu.commit_smem()
-        lax.fori_loop(behind, chunk, clear, jnp.int32(0))
+        lax.fori_loop(unused, chunk, clear, jnp.int32(0))
         lax.fori_loop(mine, behind, store, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

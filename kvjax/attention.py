@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -18,16 +14,17 @@ from jaxtyping import Array, Float, Integer
 
 from kvjax import rotary as rotary_embedding
 from kvjax.arguments import floats, integers
-from kvjax.cache import POSITION_END, Cache, PooledCache, Status, raise_status
+from kvjax.cache import POSITION_END, Cache, PooledCache
 from kvjax.errors import InputError, shown, whole_number
-from kvjax.implementations import candidates
-from kvjax.kernels.formats import Stored, encode, rotate
-from kvjax.kernels.paged_attention import Attention, Queries, Rows, reference
-from kvjax.kernels.write_pages import write_full_pages, write_pages, write_scales
-from kvjax.placement import Writes
+from kvjax.implementations import candidates, run_first
+from kvjax.kernels.formats import rotate
+from kvjax.kernels.paged_attention import Queries, Rows
+from kvjax.observation import decode_logits, note_attention, note_written
+from kvjax.placement import end_slot
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
 from kvjax.step import Step
+from kvjax.writing import write
 
 
 def attend[C: (Cache, PooledCache)](
@@ -78,20 +75,37 @@ def attend[C: (Cache, PooledCache)](
     sink_logits = None if sink_logits is None else floats("sink_logits", sink_logits, (q.shape[1],))
     scale = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     soft_cap = None if soft_cap is None else _finite("soft_cap", soft_cap, above=0)
+    unrotated, of_sinks = q, None
     if rotary is not None:
         cos, sin = rotary_embedding.angles(rotary, step.position, layer)
         q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
         k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
+        of_sinks = _seen_by_sinks(cache, step, layer, unrotated, rotary)
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
     named = (("k_scale", k_scale), ("v_scale", v_scale))
     new = tuple((x, _of_heads(cache.spec, *scale)) for x, scale in zip((k, v), named, strict=True))
     if not isinstance(cache, PooledCache):
-        return _attend(cache, step, layer, q, new, implementation, options)
+        return _attend(cache, step, layer, q, of_sinks, new, implementation, options)
     number, within = cache.spec.place_of(int(layer))
-    out, changed = _attend(cache.of_pools[number], step.of_pool(number), within, q, new, implementation, options)
+    pool, of_pool = cache.of_pools[number], step.of_pool(number)
+    out, changed = _attend(pool, of_pool, within, q, of_sinks, new, implementation, options)
     return out, cache.with_pools(changed if i == number else of for i, of in enumerate(cache.of_pools))
+
+
+def _seen_by_sinks(cache: Cache | PooledCache, step: Step, layer, q: Array, rotary: Rotary) -> Array | None:
+    """Queries as the first tokens that the policy keeps see them: no farther away than in a cache without gaps.
+
+    StreamingLLM (arXiv 2309.17453) numbers tokens by their places in the cache. Those in the window keep their
+    distances, so that only the sinks need another query.
+    """
+    policy = cache.spec.policy
+    if not policy.num_sinks or policy.window_size is None:
+        return None
+    start = cache.of_pools[0].start_position.at[step.sequence].get(mode="promise_in_bounds")
+    place = jnp.minimum(step.position - start, policy.num_sinks + policy.window_size - 1)
+    return rotary_embedding.apply(rotary, q, start + place, layer)
 
 
 def _of_heads(spec: CacheSpec, name: str, scale) -> Float[Array, "groups 1 heads"] | None:
@@ -108,14 +122,19 @@ def _of_heads(spec: CacheSpec, name: str, scale) -> Float[Array, "groups 1 heads
     return jnp.broadcast_to(given, spec.num_kv_heads).reshape(spec.groups, 1, -1)
 
 
-def _attend(cache: Cache, step: Step, layer, q, new, implementation: str | None, options: dict[str, Any]):
+def _attend(cache: Cache, step: Step, layer, q, of_sinks, new, implementation: str | None, options: dict[str, Any]):
     """Write rotated keys, and values, with their scales, and attend rotated queries."""
     names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
-    cache = _write(cache, step, layer, new, names[0])
-    q = rotate(q) if cache.spec.key_form.is_rotated else q
-    arguments = (q, *cache.stored, cache.positions, _rows(cache, step, layer), _queries(cache, step))
-    out = _run_first(names, arguments, cache.open_keys, options, step.plan)
-    return rotate(out) if cache.spec.value_form.is_rotated else out, cache
+    cache = write(cache, step.writes, step.valid, layer, new, in_kernel=names[0] == "hopper")
+    cache = note_written(cache, step, layer, *(x for x, _ in new))
+    rotated = rotate if cache.spec.key_form.is_rotated else lambda q: q
+    q, of_sinks = rotated(q), None if of_sinks is None else rotated(of_sinks)
+    where, last = (_rows(cache, step, layer), _queries(cache, step)), decode_logits(cache, step)
+    arguments = (q, *cache.stored, cache.positions, *where)
+    of_call = options | dict(sink_query=of_sinks, last_logits=last)
+    attention = run_first(names, arguments, cache.open_keys, of_call, step.plan)
+    cache = note_attention(cache, step, layer, q, attention, where, options, in_kernel=names[0] == "hopper")
+    return rotate(attention.out) if cache.spec.value_form.is_rotated else attention.out, cache
 
 
 def plan_step(cache: Cache | PooledCache, step: Step, query_heads: int, *, implementation: str | None = None) -> Step:
@@ -183,101 +202,15 @@ def _finite(name: str, value, above: float = -math.inf) -> float:
     return number
 
 
-def _write(cache: Cache, step: Step, layer, new, implementation: str) -> Cache:
-    """Store keys and values in the slots that the step has for them in this layer."""
-    spec, ((k, k_scale), (v, v_scale)) = cache.spec, new
-    shape = (k.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)
-    new_keys, new_values = (new.reshape(shape).swapaxes(0, 1) for new in (k, v))
-    (keys, values), open_keys = cache.stored, cache.open_keys
-    if not isinstance(step.writes, Writes):
-        raise InputError("step is of a cache with several pools, and this cache has one: give the step that it began")
-    if open_keys is None:
-        both = ((keys, new_keys, k_scale), (values, new_values, v_scale))
-        keys, values = _write_slots(both, step.writes, layer, implementation)
-    else:
-        place = (jnp.asarray(layer, jnp.int32), step.writes.sequence[layer])
-        keys, open_keys = write_full_pages(keys, open_keys, new_keys, *place, *step.writes.of_layer(layer))
-        (values,) = _write_slots(((values, new_values, v_scale),), step.writes, layer, implementation)
-    cache = dataclasses.replace(
-        cache, keys=keys.codes, values=values.codes, key_scales=keys.scales, value_scales=values.scales,
-        open_keys=open_keys,
-    )  # fmt: skip
-    if spec.debug or spec.is_quantized:
-        finite = (jnp.isfinite(k) & jnp.isfinite(v)).all((1, 2)) | ~step.valid
-        cache = raise_status(cache, Status.NONFINITE_INPUT, ~finite.all())
-    return cache
-
-
-def _write_slots(given, writes: Writes, layer, implementation: str) -> list[Stored]:
-    """Store tokens in formats with scales per slot; `given` are pages, what is new, and its scale or None."""
-    where = writes.of_layer(layer)
-    encoded = [encode(new, pages.form, scale) for pages, new, scale in given]
-    pools, new = tuple(pages.codes for pages, *_ in given), tuple(codes for codes, _ in encoded)
-    if implementation == "hopper":
-        from kvjax.kernels import write_pages_hopper
-
-        of_all = (writes.pages, writes.first_tokens, writes.begins, writes.ends)
-        codes = write_pages_hopper.write_pages(pools, new, *of_all, jnp.asarray(layer, jnp.int32))
-    else:
-        codes = [write_pages(pool, of, *where) for pool, of in zip(pools, new, strict=True)]
-    scales = [write_scales(pages.scales, of, *where) for (pages, *_), (_, of) in zip(given, encoded, strict=True)]
-    forms = [pages.form for pages, *_ in given]
-    return [Stored(*of) for of in zip(codes, scales, forms, strict=True)]
-
-
 def _rows(cache: Cache, step: Step, layer) -> Rows:
     spec = cache.spec
     windows = [POSITION_END if window is None else window for window in spec.layer_windows]
     rings, windows = (jnp.asarray(np.array(of, np.int32)) for of in (spec.rings, windows))
-    end_slot = cache.next_slot + step.lengths[None, None]
-    return Rows(cache.page_table, cache.first, end_slot, rings, windows, jnp.asarray(layer, jnp.int32))
+    after = end_slot(cache, step.lengths)
+    return Rows(
+        cache.page_table, cache.first, after, rings, windows, jnp.asarray(layer, jnp.int32), sinks=spec.policy.num_sinks
+    )
 
 
 def _queries(cache: Cache, step: Step) -> Queries:
     return Queries(step.starts, step.lengths, cache.next_position, cache.start_position)
-
-
-def _run_first(names: list[str], arguments, open_keys: Array | None, options: dict[str, Any], plan) -> Array:
-    """Attend by the first implementation that takes the call."""
-    *others, last = names
-    for name in others:
-        # What only the call tells may still be too much for a kernel; then the next one serves it.
-        with contextlib.suppress(NotImplementedError):
-            return _run(name, arguments, open_keys, options, plan)
-    return _run(last, arguments, open_keys, options, plan)
-
-
-def _run(name: str, arguments: tuple[Any, ...], open_keys: Array | None, options: dict[str, Any], plan) -> Array:
-    """Attend by the implementation of that name."""
-    backend: Callable[..., Attention]
-    if name == "reference":
-        return _on_host(arguments, open_keys, options)
-    if name == "hopper":
-        from kvjax.kernels.paged_attention import hopper
-
-        backend = functools.partial(hopper.paged_attention, plan=plan)
-    elif name == "tpu":
-        from kvjax.kernels.paged_attention import tpu
-
-        backend = tpu.paged_attention
-    else:
-        from kvjax.kernels.paged_attention import xla
-
-        backend = xla.paged_attention
-    if open_keys is None:
-        return backend(*arguments, **options).out
-    from kvjax.kernels.paged_attention import open_pages
-
-    return open_pages.paged_attention(backend, *arguments, open_keys=open_keys, **options).out
-
-
-def _on_host(arguments, open_keys: Array | None, options: dict[str, Any]) -> Array:
-    """Attend by the definition."""
-    q = arguments[0]
-    static = {name: options[name] for name in ("scale", "soft_cap")}
-
-    def attend(arguments, given):
-        return np.asarray(reference.paged_attention(*arguments, **given, **static).out, q.dtype)
-
-    given = dict(sink_logits=options["sink_logits"], open_keys=open_keys)
-    return jax.pure_callback(attend, jax.ShapeDtypeStruct(q.shape, q.dtype), arguments, given)

@@ -85,7 +85,7 @@ class Batch:
         pending = [(sequence, 0) for sequence in range(len(self.prompts))]
         size = self.spec.max_query_length
         while pending:
-            chunk, pending = next_chunk(pending, self.prompts, size)
+            chunk, pending = next_chunk(pending, self.prompts, size, self.spec.policy.last_chunk)
             chosen, ok = self._feed(chunk, give_up=len(chunk) == 1)
             done += sum(end - begin for _, begin, end in chunk)
             if progress:
@@ -169,23 +169,28 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     """
     config = model.config
     longest = max(prompt_lengths)
-    chunk = min(options.chunk_size, max(16, 1 << (longest - 1).bit_length()))
+    policy, whole = options.policy, max(16, 1 << (longest - 1).bit_length())
+    chunk = max(min(options.chunk_size, whole), min(policy.last_chunk, whole))
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         max_seqs=len(prompt_lengths), max_query_length=chunk, windows=config.windows, format=options.format,
         page_size=options.page_size or best_page_size(options.format), skip_layers=options.skip_layers,
+        policy=policy, groups=config.num_kv_heads if policy.by_head else 1,
     )  # fmt: skip
     small = CacheSpec(**shape, num_pages=2**30, pages_per_seq=2**20)
     # The last token generated is never fed.
-    tokens = [length + limit - 1 for length, limit in zip(prompt_lengths, limits, strict=True)]
-    pages_per_seq = max(bucket(pages_for(max(tokens), small.page_size)), *small.window_rings, 1)
+    pairs = zip(prompt_lengths, limits, strict=True)
+    tokens = [policy.most_slots(length, limit - 1, chunk, small.page_size) for length, limit in pairs]
+    longest_row = 1 if all(small.layer_windows) else bucket(pages_for(max(tokens), small.page_size))
+    pages_per_seq = max(longest_row, *small.window_rings, 1)
     pages: dict[str, Any] = dict(num_pages=options.num_pages or 0)
     if options.num_pages is None:
         of_pools = [bucket(sum(sizes.most_pages(pool.spec, n) for n in tokens)) + 1 for pool in small.pools]
         pages = dict(num_pages=sum(of_pools)) | (dict(skip_pages=of_pools[1]) if len(of_pools) > 1 else dict())
     spec = CacheSpec(**shape, **pages, pages_per_seq=pages_per_seq)
     for pool in spec.pools:
-        if (least := sizes.most_pages(pool.spec, longest)) > pool.spec.num_pages - 1:
+        slots = policy.most_slots(longest, 0, chunk, spec.page_size)
+        if (least := sizes.most_pages(pool.spec, slots)) > pool.spec.num_pages - 1:
             raise InputError(
                 f"a prompt of {longest} tokens is longer than the cache: it needs {least} pages and there are "
                 f"{pool.spec.num_pages - 1}; raise num_pages to at least "
@@ -194,13 +199,21 @@ def cache_spec(model, prompt_lengths: Sequence[int], limits: Sequence[int], opti
     return spec
 
 
-def next_chunk(pending, prompts: Sequence[Sequence[int]], size: int):
-    """Pack prompt tokens, in order, into one chunk: (sequence, begin, end) parts, and what is left."""
+def next_chunk(pending, prompts: Sequence[Sequence[int]], size: int, last: int = 0):
+    """Pack prompt tokens, in order, into one chunk: (sequence, begin, end) parts, and what is left.
+
+    `last` tokens of a prompt, or all it has, are not parted; `size` is no less.
+    """
     chunk, room = [], size
     while pending and room:
         sequence, begin = pending[0]
-        end = min(len(prompts[sequence]), begin + room)
+        length = len(prompts[sequence])
+        end = min(length, begin + room)
+        if 0 < length - end < (together := min(last, length)):
+            end = length - together
+        if end == begin:
+            break
         chunk.append((sequence, begin, end))
         room -= end - begin
-        pending = pending[1:] if end == len(prompts[sequence]) else [(sequence, end), *pending[1:]]
+        pending = pending[1:] if end == length else [(sequence, end), *pending[1:]]
     return chunk, pending

@@ -46,7 +46,7 @@ STATUS_MEANING = {
     Status.POSITION_LIMIT: f"a sequence reached position {POSITION_END}: release it and start again",
     Status.NONFINITE_INPUT: "keys or values with inf or NaN were written",
     Status.TRUNCATE_REFUSED: "truncate changed nothing: a window has passed the tokens (raise rollback), a length is "
-    "negative, a sequence out of range or repeated, or no page is free for a copy",
+    "negative, a sequence out of range or repeated, its policy has dropped tokens, or no page is free for a copy",
     Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together",
     Status.BROKEN_INVARIANT: "the allocator's invariants do not hold: this is a fault of kvjax, please report it",
     Status.BAD_SEQUENCE: "release named a sequence out of range: it changed nothing",
@@ -59,8 +59,9 @@ STATUS_MEANING = {
 class Cache:
     """Keys and values of all sequences, in pages of one pool shared by all layers.
 
-    Logical page i of a row (one layer, group and sequence) stands at table entry `i % ring` of that row; rows hold
-    the logical pages from `first` to the one of `next_slot - 1`.
+    Logical page i of a row (one layer, group and sequence) stands at table entry i for `i < pinned`, else at
+    `pinned + (i - pinned) % ring`; rows hold the pinned pages and those from `first` to the one of `next_slot - 1`.
+    A row whose policy has dropped tokens is shorter than its sequence, and its tokens may stand in any order.
 
     Attributes:
         keys, values: [pages, heads_per_group, page_size, head_dim] in the page format, codes in quantised ones; keys
@@ -72,9 +73,12 @@ class Cache:
         positions: int32 [pages, page_size], position of the token in each slot, -1 where empty.
         page_span: int32 [pages, 2], least and greatest position of a page, EMPTY_SPAN where it holds none.
         page_table: int32 [layers, groups, seqs, pages_per_seq], 0 where there is no page.
-        first: int32 [layers, groups, seqs], oldest logical page held.
+        first: int32 [layers, groups, seqs], oldest logical page held behind the pinned ones.
         next_slot: int32 [layers, groups, seqs], logical slot after the last appended token.
+        write_slot: int32 [layers, groups, seqs], logical slot of the next token where that comes alone: one that the
+            policy has emptied, or `next_slot`. None for policies that empty none.
         next_position, start_position: int32 [seqs].
+        policy_state: what the policy keeps: of slots [pages, page_size] each, and of rows [layers, groups, seqs] each.
         allocator: the free pages and reference counts.
         status: int32 [], bits of `Status`.
         spec: the static description.
@@ -90,8 +94,10 @@ class Cache:
     page_table: Int32[Array, "layers groups seqs pages_per_seq"]
     first: Int32[Array, "layers groups seqs"]
     next_slot: Int32[Array, "layers groups seqs"]
+    write_slot: Int32[Array, "layers groups seqs"] | None
     next_position: Int32[Array, " seqs"]
     start_position: Int32[Array, " seqs"]
+    policy_state: dict[str, dict[str, Array]]
     allocator: Allocator
     status: Int32[Array, ""]
     spec: CacheSpec = dataclasses.field(metadata=dict(static=True))
@@ -113,9 +119,12 @@ class Cache:
         return keys, Stored(self.values, self.value_scales, self.spec.value_form)
 
     def map_pool(self, function: Callable[[Array], Array]) -> Cache:
-        """Apply a function to every array that holds keys, values or their scales, by page."""
+        """Apply a function to every array that holds keys, values, their scales or what a policy keeps, by page."""
         pool = {name: jax.tree.map(function, getattr(self, name)) for name in sizes.POOL}
-        return dataclasses.replace(self, **pool)
+        # As if of one head, so that slots stand where they do in pages of vectors.
+        of_slots = lambda array: function(array[:, None])[:, 0]  # noqa: E731
+        kept = self.policy_state | dict(slots=jax.tree.map(of_slots, self.policy_state["slots"]))
+        return dataclasses.replace(self, **pool, policy_state=kept)
 
     @property
     def bytes(self) -> int:
@@ -214,6 +223,7 @@ def _init_pool(spec: CacheSpec, start_positions) -> Cache:
     start = _start_positions(spec, start_positions)
     zeros: dict[str, Any] = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
     zeros["positions"] = zeros["positions"] - 1
+    zeros["first"] = zeros["first"] + spec.pinned
     zeros["page_span"] = jnp.broadcast_to(jnp.array(EMPTY_SPAN, jnp.int32), shapes["page_span"].shape)
     arrays = {name: zeros[name] for name in shapes if name not in ("free_pages", "num_free", "refcounts")}
     allocator = init_allocator(spec.num_pages)
@@ -252,3 +262,9 @@ def raise_status[C: (Cache, PooledCache)](cache: C, bit: Status, when) -> C:
 def ring_of(spec: CacheSpec) -> Int32[Array, "layers 1 1"]:
     """Table entries of a row that are used as a ring, for every layer (an array, as a layer may be traced)."""
     return jnp.array(spec.rings, jnp.int32)[:, None, None]
+
+
+def entry_of(spec: CacheSpec, page: Int32[Array, "layers groups n"]) -> Int32[Array, "layers groups n"]:
+    """Table entries of logical pages."""
+    in_ring = (page - spec.pinned) % ring_of(spec)
+    return jnp.where(page < spec.pinned, page, spec.pinned + in_ring) if spec.pinned else in_ring

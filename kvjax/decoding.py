@@ -91,7 +91,8 @@ def _run(model, state: State, tokens, lengths, longest: int, num_logprobs: int, 
     A step that finds no pages changes nothing, but ends its sequences where `give_up` holds.
     """
     num_tokens = lengths.shape[0] if tokens is None else tokens.shape[0]
-    cache, step = begin_step(state.cache, lengths, num_tokens=num_tokens, max_query_length=longest)
+    ends = None if tokens is None else choosing
+    cache, step = begin_step(state.cache, lengths, num_tokens=num_tokens, max_query_length=longest, prompt_ends=ends)
     logits, cache = model(cache, step, state.token[step.sequence] if tokens is None else tokens)
     cache, report = end_step(cache, step)
     starved = ~report.ok & (lengths > 0) & give_up

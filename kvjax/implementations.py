@@ -1,12 +1,19 @@
-"""Which implementation of paged attention serves a call, and why."""
+"""Which implementation of paged attention serves a call, and why; and calling it."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from kvjax.errors import InputError
+from kvjax.kernels.paged_attention import Attention, reference
 from kvjax.spec import CacheSpec
 
 IMPLEMENTATIONS = ("hopper", "tpu", "xla", "reference")  # in the order in which they are tried
@@ -81,3 +88,54 @@ def _refusal(implementation: str, spec: CacheSpec, query_heads: int, dtype: str,
     from kvjax.kernels.paged_attention import tpu
 
     return tpu.refuses(**shape)
+
+
+def run_first(names: list[str], arguments, open_keys: Array | None, options: dict[str, Any], plan) -> Attention:
+    """Attend by the first implementation that takes the call."""
+    *others, last = names
+    for name in others:
+        # What only the call tells may still be too much for a kernel; then the next one serves it.
+        with contextlib.suppress(NotImplementedError):
+            return _run(name, arguments, open_keys, options, plan)
+    return _run(last, arguments, open_keys, options, plan)
+
+
+def _run(name: str, arguments: tuple[Any, ...], open_keys: Array | None, options: dict[str, Any], plan) -> Attention:
+    """Attend by the implementation of that name."""
+    backend: Callable[..., Attention]
+    if name == "reference":
+        return _on_host(arguments, open_keys, options)
+    if name == "hopper":
+        from kvjax.kernels.paged_attention import hopper
+
+        backend = functools.partial(hopper.paged_attention, plan=plan)
+    elif name == "tpu":
+        from kvjax.kernels.paged_attention import tpu
+
+        backend = tpu.paged_attention
+    else:
+        from kvjax.kernels.paged_attention import xla
+
+        backend = xla.paged_attention
+    if open_keys is None:
+        return backend(*arguments, **options)
+    from kvjax.kernels.paged_attention import open_pages
+
+    return open_pages.paged_attention(backend, *arguments, open_keys=open_keys, **options)
+
+
+def _on_host(arguments, open_keys: Array | None, options: dict[str, Any]) -> Attention:
+    """Attend by the definition."""
+    q, rows, last = arguments[0], arguments[4], options.get("last_logits", 0)
+    static = {name: options[name] for name in ("scale", "soft_cap")} | dict(last_logits=last)
+
+    def attend(arguments, given):
+        of = reference.paged_attention(*arguments, **given, **static)
+        return jax.tree.map(lambda like, array: np.asarray(array, like.dtype), like, (of.out, of.lse, of.slot_logits))
+
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    slots = arguments[3].shape[1] * rows.page_table.shape[-1]
+    logits = shape(jnp.float32, rows.page_table.shape[2], last, q.shape[1], slots) if last else None
+    like: Any = (shape(q.dtype, *q.shape), shape(jnp.float32, *q.shape[:2]), logits)
+    given = {name: options[name] for name in ("sink_logits", "sink_query")} | dict(open_keys=open_keys)
+    return Attention(*jax.pure_callback(attend, like, arguments, given))

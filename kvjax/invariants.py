@@ -33,7 +33,7 @@ def broken_on_device(cache: Cache) -> Bool[Array, ""]:
         (on_stack != free).any()
         | (named > allocator.refcounts).any()
         | (cache.positions[0] != -1).any()
-        | (cache.first * spec.page_size > cache.next_slot).any()
+        | (jnp.maximum(cache.first - spec.pinned, 0) * spec.page_size > cache.next_slot).any()
     )
 
 
@@ -68,6 +68,9 @@ def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[in
         row = (layer, group, seq)
         expected = _expected_row(spec, layer, int(first[row]), int(next_slot[row]))
         _require((table[row] > 0).tolist() == [page is not None for page in expected], f"row {row} has its pages")
+        if spec.policy.edits and (next_slot[row] != next_position[seq] - start[seq] or _hole(cache, row) is not None):
+            _check_shortened(cache, row)
+            continue
         for entry, page in enumerate(expected):
             if page is None:
                 continue
@@ -75,10 +78,40 @@ def check(cache: Cache | PooledCache, *, held: dict[int, int] | Sequence[dict[in
             wanted = np.where(slots < next_slot[row], slots + (next_position[seq] - next_slot[row]), -1)
             page_id = table[row][entry]
             _require((positions[page_id] == wanted).all(), f"page {page_id} of row {row} has its positions")
-            kept = wanted[wanted >= 0]
-            bounds = (kept.min(), kept.max()) if kept.size else EMPTY_SPAN
-            _require(tuple(span[page_id]) == bounds, f"page {page_id} has the span of its positions")
+            _require(tuple(span[page_id]) == _span_of(wanted), f"page {page_id} has the span of its positions")
         _require(next_slot[row] == next_position[seq] - start[seq], f"row {row} has seen every token")
+
+
+def _span_of(positions: np.ndarray) -> tuple[int, int]:
+    kept = positions[positions >= 0]
+    return (int(kept.min()), int(kept.max())) if kept.size else EMPTY_SPAN
+
+
+def _hole(cache: Cache, row: tuple[int, int, int]) -> int | None:
+    """The slot of a row that its policy has emptied, for the next token."""
+    if cache.write_slot is None or int(cache.write_slot[row]) == int(cache.next_slot[row]):
+        return None
+    return int(cache.write_slot[row])
+
+
+def _check_shortened(cache: Cache, row: tuple[int, int, int]) -> None:
+    """Verify a row whose policy has dropped tokens: what is left is of its sequence, each once, the newest among it."""
+    spec, seq = cache.spec, row[2]
+    ids, end = np.asarray(cache.page_table[row]), int(cache.next_slot[row])
+    held = [np.asarray(cache.positions)[page] for page in ids[: -(-end // spec.page_size)]]
+    positions, hole = np.concatenate([*held, np.zeros(0, np.int32)]), _hole(cache, row)
+    start, following = int(cache.start_position[seq]), int(cache.next_position[seq])
+    tokens = positions[positions >= 0]
+    _require(end <= following - start, f"row {row} is no longer than its sequence")
+    _require((positions[end:] == -1).all(), f"row {row} ends with its last token")
+    _require(hole is None or (0 <= hole < end and positions[hole] == -1), f"row {row} has its next slot empty")
+    in_sequence = (tokens >= start).all() and (tokens < following).all()
+    _require(bool(in_sequence) and len(set(tokens.tolist())) == tokens.size, f"row {row} has tokens of its sequence")
+    _require(spec.policy.by_page or following - 1 in tokens, f"row {row} has its newest token")
+    refcounts = np.asarray(cache.allocator.refcounts)
+    for page, of_page in zip(ids, held, strict=False):
+        _require(refcounts[page] == 1, f"page {page} of row {row}, which has dropped tokens, is its own")
+        _require(tuple(np.asarray(cache.page_span)[page]) == _span_of(of_page), f"page {page} has its span")
 
 
 def _check_pools(cache: PooledCache, held) -> None:
@@ -97,8 +130,9 @@ def _check_pools(cache: PooledCache, held) -> None:
 def _expected_row(spec: CacheSpec, layer: int, first: int, next_slot: int) -> list[int | None]:
     """Logical page of every table entry."""
     row: list[int | None] = [None] * spec.pages_per_seq
-    for page in range(first, -(-next_slot // spec.page_size)):
-        row[page % spec.rings[layer]] = page
+    end, pinned = -(-next_slot // spec.page_size), spec.pinned
+    for page in (*range(min(pinned, end)), *range(first, end)):
+        row[page if page < pinned else pinned + (page - pinned) % spec.rings[layer]] = page
     return row
 
 

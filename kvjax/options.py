@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from kvjax.errors import InputError, shown, whole_number
+from kvjax.policy import Policy
 from kvjax.sampling import Sampling, sampling
 
 Prompts = Sequence[Sequence[int] | np.ndarray | jax.Array] | np.ndarray | jax.Array
@@ -30,7 +31,8 @@ class Options:
         logprobs: None for none, or how many of the likeliest tokens to report beside the chosen one.
         format, skip_layers, page_size, num_pages: of the cache (see `CacheSpec`); by default the page size that suits
             the format, and as many pages as the prompts may need.
-        chunk_size: most prompt tokens a step.
+        policy: what the cache keeps, from `kvjax.policies` or of your own; everything by default.
+        chunk_size: most prompt tokens a step; more where a policy must see the end of a prompt at once.
     """
 
     max_new_tokens: int | Sequence[int] | np.ndarray = 128
@@ -46,6 +48,7 @@ class Options:
     skip_layers: Sequence[int] = ()
     page_size: int | None = None
     num_pages: int | None = None
+    policy: Policy = Policy()
     chunk_size: int = 512
 
     def sampling(self, num_seqs: int) -> Sampling:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax import pages
-from kvjax.cache import EMPTY_SPAN, Cache, Status, raise_status, ring_of
+from kvjax.cache import EMPTY_SPAN, Cache, Status, entry_of, raise_status, ring_of
 from kvjax.kernels.pytree import pytree
 from kvjax.spec import CacheSpec
 
@@ -22,6 +22,7 @@ class Writes:
         pages: ids, 0 for padding.
         first_tokens: place of the first packed token of each page.
         begins, ends: the slots that receive tokens.
+        blanks: the first slot behind them that holds none.
         sequence: whose page it is.
     """
 
@@ -29,11 +30,17 @@ class Writes:
     first_tokens: Int32[Array, "layers groups touched"]
     begins: Int32[Array, "layers groups touched"]
     ends: Int32[Array, "layers groups touched"]
+    blanks: Int32[Array, "layers groups touched"]
     sequence: Int32[Array, "layers groups touched"]
 
-    def of_layer(self, layer) -> tuple[Array, Array, Array, Array]:
-        """The first four arrays, of one layer, which may be traced."""
-        return self.pages[layer], self.first_tokens[layer], self.begins[layer], self.ends[layer]
+    @property
+    def where(self) -> tuple[Array, Array, Array, Array, Array]:
+        """The arrays that writing takes."""
+        return self.pages, self.first_tokens, self.begins, self.ends, self.blanks
+
+    def of_layer(self, layer) -> tuple[Array, ...]:
+        """Those of one layer, which may be traced."""
+        return tuple(of_all[layer] for of_all in self.where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +61,24 @@ def touched_bound(spec: CacheSpec, num_tokens: int, max_query_length: int) -> in
     return min(num_tokens, of_all, of_each)
 
 
+def begin_slot(cache: Cache, lengths: Int32[Array, " seqs"]) -> Int32[Array, "layers groups seqs"]:
+    """Logical slot of the first of `lengths` new tokens: one alone fills what a policy has emptied."""
+    if cache.write_slot is None:
+        return cache.next_slot
+    return jnp.where(lengths[None, None] == 1, cache.write_slot, cache.next_slot)
+
+
+def end_slot(cache: Cache, lengths: Int32[Array, " seqs"]) -> Int32[Array, "layers groups seqs"]:
+    """Logical slot behind the last token, after `lengths` new ones."""
+    after = begin_slot(cache, lengths) + lengths[None, None]
+    return after if cache.write_slot is None else jnp.maximum(after, cache.next_slot)
+
+
 def touched_pages(cache: Cache, lengths, num_tokens: int, longest: int) -> Touched:
     """Lay out the pages that `lengths` new tokens of each sequence touch."""
-    size = cache.spec.page_size
-    begin = cache.next_slot // size
-    end = jnp.where(lengths > 0, -(-(cache.next_slot + lengths[None, None]) // size), begin)
+    size, first = cache.spec.page_size, begin_slot(cache, lengths)
+    begin = first // size
+    end = jnp.where(lengths > 0, -(-(first + lengths[None, None]) // size), begin)
     bound = touched_bound(cache.spec, num_tokens, longest)
     layout = jax.vmap(jax.vmap(lambda counts: pages.ragged(counts, bound)))
     sequence, within, used = layout(end - begin)
@@ -75,8 +95,7 @@ def of_rows(rows: Int32[Array, "layers groups seqs"], sequence: Int32[Array, "la
 def entry_ids(cache: Cache, sequence, page):
     """Ids that the table holds for logical pages [layers, groups, n] of sequences [layers, groups, n]."""
     layer, group, _ = jnp.ix_(*map(jnp.arange, sequence.shape))
-    entry = page % ring_of(cache.spec)
-    where = (layer, group, sequence, entry)
+    where = (layer, group, sequence, entry_of(cache.spec, page))
     return cache.page_table.at[where].get(mode="promise_in_bounds"), where
 
 
@@ -108,7 +127,7 @@ def write_positions(cache: Cache, lengths, touched: Touched, ids) -> Cache:
     """Write the positions of the step's tokens, in all layers at once, and the span of every page they touch."""
     size = cache.spec.page_size
     slot = touched.page[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None]
-    begin = of_rows(cache.next_slot, touched.sequence)
+    begin = of_rows(begin_slot(cache, lengths), touched.sequence)
     count = lengths.at[touched.sequence].get(mode="promise_in_bounds")
     offset = slot - begin[..., None]
     written = (offset >= 0) & (offset < count[..., None])
@@ -133,8 +152,25 @@ def writes_of(cache: Cache, lengths, starts, touched: Touched, ids) -> Writes:
     """Say which packed tokens go to which slots of the touched pages."""
     size = cache.spec.page_size
     of_owner = lambda per_sequence: per_sequence.at[touched.sequence].get(mode="promise_in_bounds")  # noqa: E731
-    ahead = touched.page * size - of_rows(cache.next_slot, touched.sequence)
-    first_token = of_owner(starts) + jnp.maximum(ahead, 0)
-    return Writes(
-        ids, first_token, jnp.maximum(-ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size), touched.sequence
-    )
+    ahead = touched.page * size - of_rows(begin_slot(cache, lengths), touched.sequence)
+    first_token, ends = of_owner(starts) + jnp.maximum(ahead, 0), jnp.minimum(of_owner(lengths) - ahead, size)
+    blanks = ends
+    if cache.write_slot is not None:
+        blanks = jnp.clip(of_rows(cache.next_slot, touched.sequence) - touched.page * size, ends, size)
+    return Writes(ids, first_token, jnp.maximum(-ahead, 0), ends, blanks, touched.sequence)
+
+
+def drop_pages(allocator: pages.Allocator, status: Int32[Array, ""], ids: Int32[Array, " n"]):
+    """Take one reference from each of the pages `ids` (0 for none).
+
+    Returns: the allocator, the status (DOUBLE_FREE set if a reference did not exist) and the pages that became free.
+    """
+    allocator, freed, ok = pages.drop(allocator, ids)
+    return allocator, status | jnp.where(ok, 0, int(Status.DOUBLE_FREE)).astype(jnp.int32), freed
+
+
+def scrub(cache: Cache, freed: Int32[Array, " n"]) -> Cache:
+    """Zero the keys and values of pages that became free, if the spec asks for it."""
+    if not cache.spec.scrub_on_free:
+        return cache
+    return cache.map_pool(lambda pool: pool.at[freed].set(0))

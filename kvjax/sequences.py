@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Int32, Integer
 
 from kvjax import pages
 from kvjax.arguments import integers
-from kvjax.cache import Cache, PooledCache, Status, on_all_pools, raise_status, ring_of
+from kvjax.cache import Cache, PooledCache, Status, entry_of, on_all_pools, raise_status, ring_of
 from kvjax.kernels.formats import decode
-from kvjax.placement import set_positions
-from kvjax.step import drop_pages, first_needed_page, scrub
+from kvjax.placement import drop_pages, scrub, set_positions
+from kvjax.step import first_needed_page
 
 Integers = Integer[ArrayLike, " n"] | Sequence[int]
 
@@ -39,12 +39,12 @@ def _first_named(sequences: Int32[Array, " n"]) -> Bool[Array, " n"]:
 def _open_entry(cache: Cache, next_slot: Int32[Array, "layers groups n"]) -> Bool[Array, "layers groups n entries"]:
     """Mark the table entry of the page that `next_slot` lies in, for rows whose last page is not full."""
     entries = jnp.arange(cache.spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
-    entry = (next_slot // cache.spec.page_size) % ring_of(cache.spec)
+    entry = entry_of(cache.spec, next_slot // cache.spec.page_size)
     return (entries == entry[..., None]) & (next_slot % cache.spec.page_size > 0)[..., None]
 
 
-def _copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, " n"], positions) -> Cache:
-    """Copy keys and values of pages (0 to 0 for none) and set the targets' positions [n, page_size]."""
+def copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, " n"], positions) -> Cache:
+    """Copy what pages hold (0 to 0 for none) and set the targets' positions [n, page_size]."""
     cache = cache.map_pool(lambda pool: pool.at[target].set(pool.at[source].get(mode="promise_in_bounds")))
     return set_positions(cache, target, jnp.where((target > 0)[:, None], positions, -1))
 
@@ -56,6 +56,7 @@ def select(ok: Bool[Array, ""], new, old):
 def fork[C: (Cache, PooledCache)](cache: C, source: Integers, target: Integers) -> tuple[C, Bool[Array, ""]]:
     """Make each target sequence a copy of its source: full pages are shared, open pages and their keys are copied.
 
+    Under a policy that drops tokens or pages nothing is shared: all pages are copied, with what it keeps of them.
     All sources are read before any target is written, so permutations are allowed; what a target held is released.
     All or nothing.
 
@@ -83,20 +84,23 @@ def _fork(source: Int32[Array, " n"], target: Int32[Array, " n"], number: int, c
     moved = (source != target)[None, None, :, None]
     rows = cache.page_table[:, :, source]
     old_rows = cache.page_table[:, :, target]
-    is_open = _open_entry(cache, cache.next_slot[:, :, source]) & moved
-    allocator, _ = pages.retain(cache.allocator, jnp.where(moved & ~is_open, rows, 0).reshape(-1))
+    owned = cache.spec.policy.edits
+    copied = (rows > 0 if owned else _open_entry(cache, cache.next_slot[:, :, source])) & moved
+    allocator, _ = pages.retain(cache.allocator, jnp.where(moved & ~copied, rows, 0).reshape(-1))
     allocator, status, freed = drop_pages(allocator, cache.status, jnp.where(moved, old_rows, 0).reshape(-1))
-    wanted = is_open.any(-1).reshape(-1)
+    # At most one page of a row is open.
+    of_row = lambda entries: entries if owned else entries.sum(-1, keepdims=True)  # noqa: E731
+    wanted = of_row(copied).astype(bool)
     served = known & (wanted.sum() <= allocator.num_free)
     ok = served & allowed
-    allocator, copies = pages.pop(allocator, wanted & ok)
+    allocator, copies = pages.pop(allocator, (wanted & ok).reshape(-1))
 
-    opened = jnp.where(is_open & ok, rows, 0).sum(-1).reshape(-1)
-    positions = cache.positions.at[opened].get(mode="promise_in_bounds")
+    sources = of_row(jnp.where(copied & ok, rows, 0)).reshape(-1)
+    positions = cache.positions.at[sources].get(mode="promise_in_bounds")
     freed_by_fork = jnp.where(ok, freed, 0)
-    forked = _copy_pages(cache, opened, copies, positions)
+    forked = copy_pages(cache, sources, copies, positions)
     forked = scrub(forked, jnp.where((freed_by_fork[:, None] == copies[None]).any(1), 0, freed_by_fork))
-    rows = jnp.where(is_open, copies.reshape(is_open.shape[:3])[..., None], rows)
+    rows = jnp.where(copied, copies.reshape(wanted.shape), rows)
     allocator, status = select(ok, (allocator, status), (cache.allocator, cache.status))
 
     def moved_rows(array, axis_rows):
@@ -104,12 +108,16 @@ def _fork(source: Int32[Array, " n"], target: Int32[Array, " n"], number: int, c
         taken = (slice(None),) * axis_rows + (source,)
         return array.at[index].set(jnp.where(ok, array[taken], array[index]))
 
+    of_rows = (cache.next_slot, cache.write_slot, cache.open_keys, cache.policy_state["rows"])
+    next_slot, write_slot, open_keys, kept = jax.tree.map(lambda array: moved_rows(array, 2), of_rows)
     forked = dataclasses.replace(
         forked,
         page_table=cache.page_table.at[:, :, target].set(jnp.where(ok, rows, old_rows)),
         first=moved_rows(cache.first, 2),
-        next_slot=moved_rows(cache.next_slot, 2),
-        open_keys=jax.tree.map(lambda of_rows: moved_rows(of_rows, 2), cache.open_keys),
+        next_slot=next_slot,
+        write_slot=write_slot,
+        open_keys=open_keys,
+        policy_state=forked.policy_state | dict(rows=kept),
         next_position=moved_rows(cache.next_position, 0),
         start_position=moved_rows(cache.start_position, 0),
         allocator=allocator,
@@ -136,11 +144,14 @@ def release[C: (Cache, PooledCache)](cache: C, sequences: Integers) -> C:
     rows = jnp.where(kept, cache.page_table[:, :, sequences], 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, rows.reshape(-1))
     released = jnp.zeros(cache.spec.max_seqs, bool).at[sequences].max(known)
+    zero = lambda of_rows: jnp.where(released[None, None], jnp.zeros((), of_rows.dtype), of_rows)  # noqa: E731
     cache = dataclasses.replace(
         cache,
         page_table=cache.page_table.at[:, :, sequences].add(-rows),
-        first=jnp.where(released[None, None], 0, cache.first),
-        next_slot=jnp.where(released[None, None], 0, cache.next_slot),
+        first=jnp.where(released[None, None], cache.spec.pinned, cache.first),
+        next_slot=zero(cache.next_slot),
+        write_slot=jax.tree.map(zero, cache.write_slot),
+        policy_state=cache.policy_state | dict(rows=jax.tree.map(zero, cache.policy_state["rows"])),
         next_position=jnp.where(released, 0, cache.next_position),
         start_position=jnp.where(released, 0, cache.start_position),
         allocator=allocator,
@@ -163,7 +174,8 @@ def truncate[C: (Cache, PooledCache)](cache: C, sequences: Integers, lengths: In
     A page that becomes open again and is shared is copied first; where keys have scales per channel, those of the page
     are decoded, and coded anew when it is full. A length beyond the sequence keeps all of it. All or nothing:
     TRUNCATE_REFUSED is set and nothing changes if a window has passed tokens that would be visible again (see
-    `CacheSpec.rollback`), a length is negative, an id is out of range or repeated, or a copy finds no free page.
+    `CacheSpec.rollback`), a policy has dropped tokens of a sequence that would be shorter, a length is negative, an id
+    is out of range or repeated, or a copy finds no free page.
 
     Raises: InputError for ids or lengths of the wrong shape or kind.
     """
@@ -186,6 +198,7 @@ def _truncate(sequences: Int32[Array, " n"], lengths: Int32[Array, " n"], _: int
     rows = cache.page_table[:, :, sequences]
     entries = jnp.arange(spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
     page = first[..., None] + (entries - first[..., None]) % ring_of(spec)[..., None]
+    page = jnp.where(entries < spec.pinned, entries, page)
     emptied = (rows > 0) & (page * spec.page_size >= after[..., None])
     is_open = _open_entry(cache, after) & (removed > 0)[None, None, :, None]
     opened = jnp.where(is_open, rows, 0).sum(-1)
@@ -194,7 +207,9 @@ def _truncate(sequences: Int32[Array, " n"], lengths: Int32[Array, " n"], _: int
     dropped = jnp.where(emptied | (is_open & shared[..., None]), rows, 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
     visible = first_needed_page(dataclasses.replace(spec, rollback=0), after)
+    whole = ~_has_dropped(cache, sequences) | (removed == 0)[None, None]
     served = known & (lengths >= 0).all() & (first <= visible).all() & (shared.sum() <= allocator.num_free)
+    served &= whole.all()
     ok = served & allowed
     allocator, copies = pages.pop(allocator, (shared & ok).reshape(-1))
     allocator, status = select(ok, (allocator, status), (cache.allocator, cache.status))
@@ -205,13 +220,16 @@ def _truncate(sequences: Int32[Array, " n"], lengths: Int32[Array, " n"], _: int
     slots = (after // spec.page_size * spec.page_size)[..., None] + within
     positions = jnp.where(slots < after[..., None], cache.positions[opened], -1)
     source = jnp.where(ok, opened, 0).reshape(-1)
-    truncated = _copy_pages(cache, source, kept_page.reshape(-1), positions.reshape(-1, spec.page_size))
+    truncated = copy_pages(cache, source, kept_page.reshape(-1), positions.reshape(-1, spec.page_size))
     reopened = ok & is_open.any(-1) & (after // spec.page_size < before // spec.page_size)
     new_rows = jnp.where(emptied, 0, jnp.where(is_open, kept_page[..., None], rows))
     truncated = dataclasses.replace(
         truncated,
         page_table=cache.page_table.at[:, :, sequences].set(jnp.where(ok, new_rows, rows)),
         next_slot=cache.next_slot.at[:, :, sequences].set(jnp.where(ok, after, before)),
+        write_slot=jax.tree.map(
+            lambda of_rows: of_rows.at[:, :, sequences].add(jnp.where(ok, after - before, 0)), cache.write_slot
+        ),
         open_keys=_reopen(cache, sequences, opened, reopened),
         next_position=cache.next_position.at[sequences].add(jnp.where(ok, -removed, 0)),
         allocator=allocator,
@@ -219,6 +237,13 @@ def _truncate(sequences: Int32[Array, " n"], lengths: Int32[Array, " n"], _: int
     )
     kept = ~ok | (freed[:, None] == copies.reshape(-1)[None]).any(1)
     return scrub(truncated, jnp.where(kept, 0, freed)), None, served
+
+
+def _has_dropped(cache: Cache, sequences: Int32[Array, " n"]) -> Bool[Array, "layers groups n"]:
+    """Return which rows have lost tokens to the policy."""
+    next_slot = cache.next_slot[:, :, sequences]
+    dropped = next_slot != cache.lengths[sequences][None, None]
+    return dropped if cache.write_slot is None else dropped | (cache.write_slot[:, :, sequences] != next_slot)
 
 
 def _reopen(cache: Cache, sequences, ids: Int32[Array, "layers groups n"], reopened: Bool[Array, "layers groups n"]):

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32, Integer
@@ -18,9 +19,9 @@ from kvjax import pages
 from kvjax.arguments import integers
 from kvjax.cache import POSITION_END, Cache, PooledCache, Status, on_all_pools, raise_status, ring_of
 from kvjax.errors import InputError, shown
-from kvjax.placement import entry_ids
-from kvjax.sequences import Integers, inside_of, select
-from kvjax.step import drop_pages, first_needed_page, scrub
+from kvjax.placement import drop_pages, entry_ids, scrub
+from kvjax.sequences import Integers, copy_pages, inside_of, select
+from kvjax.step import first_needed_page
 
 
 def share[C: (Cache, PooledCache)](
@@ -31,7 +32,8 @@ def share[C: (Cache, PooledCache)](
 ) -> tuple[C, Bool[Array, ""]]:
     """Put full pages that somebody holds at the front of an empty sequence; the sequence gets references of its own.
 
-    With no pages (n = 0) the sequence stays empty and starts at `start_position`.
+    Under a policy that drops tokens or pages it gets copies. With no pages (n = 0) the sequence stays empty and starts
+    at `start_position`.
 
     Args:
         cache: the cache; donate it.
@@ -75,11 +77,12 @@ def _share(
     spec, page_ids = cache.spec, ids[number]
     num_pages = page_ids.shape[-1]
     held = page_ids > 0
-    first = (jnp.cumsum(held, -1, dtype=jnp.int32) == 0).sum(-1, dtype=jnp.int32)
-    page = jnp.arange(num_pages, dtype=jnp.int32)[None, None]
+    page, pinned = jnp.arange(num_pages, dtype=jnp.int32)[None, None], spec.pinned
+    passed = jnp.cumsum(held[..., pinned:], -1, dtype=jnp.int32) == 0
+    first = pinned + passed.sum(-1, dtype=jnp.int32)
     next_slot = jnp.full_like(first, num_pages * spec.page_size)
     visible = first_needed_page(dataclasses.replace(spec, rollback=0), next_slot[..., None])[..., 0]
-    complete = (held == (page >= first[..., None])).all() & (first <= visible).all()
+    complete = (held == ((page >= first[..., None]) | (page < pinned))).all() & (first <= visible).all()
     fits = (num_pages - first <= ring_of(spec)[..., 0]).all()
     last_start = min(POSITION_END - num_pages * spec.page_size, POSITION_END - 1)
     positioned = (start_position >= 0) & (start_position <= last_start) & _in_place(cache, page_ids, start_position)
@@ -87,18 +90,25 @@ def _share(
     sequence = sequence[0]
     empty = (cache.next_slot[:, :, sequence] == 0).all()
     ok = inside & empty & complete & fits & positioned
-    retained, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
+    allocator, all_held = pages.retain(cache.allocator, jnp.where(ok, page_ids, 0).reshape(-1))
     served = ok & all_held
+    if spec.policy.edits:
+        served &= held.sum() <= cache.allocator.num_free
     ok = served & allowed
-    allocator = select(ok, retained, cache.allocator)
+    if spec.policy.edits:
+        cache, page_ids = _copies(cache, jnp.where(ok, page_ids, 0))
+        allocator = cache.allocator
+    allocator = select(ok, allocator, cache.allocator)
 
     _, where = entry_ids(cache, *(jnp.broadcast_to(of_all, page_ids.shape) for of_all in (sequence, page)))
     table = cache.page_table.at[where].add(jnp.where(ok, page_ids, 0))
+    added = lambda of_rows: of_rows.at[:, :, sequence].add(jnp.where(ok, next_slot, 0))  # noqa: E731
     shared = dataclasses.replace(
         cache,
         page_table=table,
         first=cache.first.at[:, :, sequence].set(jnp.where(ok, first, cache.first[:, :, sequence])),
-        next_slot=cache.next_slot.at[:, :, sequence].add(jnp.where(ok, next_slot, 0)),
+        next_slot=added(cache.next_slot),
+        write_slot=jax.tree.map(added, cache.write_slot),
         next_position=cache.next_position.at[sequence].set(
             jnp.where(ok, start_position + num_pages * spec.page_size, cache.next_position[sequence])
         ),
@@ -108,6 +118,15 @@ def _share(
         allocator=allocator,
     )
     return shared, None, served
+
+
+def _copies(cache: Cache, page_ids: Int32[Array, "layers groups n"]):
+    """Copies of pages, 0 for none, that belong to the caller."""
+    sources = page_ids.reshape(-1)
+    allocator, ids = pages.pop(cache.allocator, sources > 0)
+    positions = cache.positions.at[sources].get(mode="promise_in_bounds")
+    cache = copy_pages(dataclasses.replace(cache, allocator=allocator), sources, ids, positions)
+    return cache, ids.reshape(page_ids.shape)
 
 
 def _in_place(cache: Cache, page_ids: Int32[Array, "layers groups n"], start_position) -> Bool[Array, ""]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import InputError
 from kvjax.kernels.formats import Format
+from kvjax.policy import state_shapes
 from kvjax.spec import CacheSpec, pages_for
 
 # What holds keys and values.
@@ -42,9 +43,12 @@ def cache_shapes(spec: CacheSpec) -> dict[str, Any]:
         "refcounts": (spec.num_pages,),
         "status": (),
     }
+    if spec.policy.in_decode and not spec.policy.by_page:
+        integers["write_slot"] = rows
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.dtype("int32")) for name, shape in integers.items()}
     pool = dict(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
-    return pool | dict(open_keys=open_keys) | shapes
+    kept = dict(open_keys=open_keys, write_slot=None, policy_state=state_shapes(spec, spec.policy))
+    return pool | kept | shapes
 
 
 def _stored(spec: CacheSpec, form: Format) -> tuple[jax.ShapeDtypeStruct, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -74,14 +78,15 @@ def page_bytes(spec: CacheSpec) -> int:
     """Bytes that one page takes: keys, values, scales and its share of the per-page arrays."""
     shapes = cache_shapes(spec)
     per_page = (*POOL, "positions", "page_span", "free_pages", "refcounts")
-    return _bytes(*(shapes[name] for name in per_page)) // spec.num_pages
+    return _bytes(*(shapes[name] for name in per_page), shapes["policy_state"]["slots"]) // spec.num_pages
 
 
 def most_pages(spec: CacheSpec, tokens: int) -> int:
     """Pages that a sequence of `tokens` tokens holds at most, windows respected."""
     full = pages_for(tokens, spec.page_size)
     return spec.groups * sum(
-        min(full, ring) if window else full for ring, window in zip(spec.rings, spec.layer_windows, strict=True)
+        min(full, spec.pinned + ring) if window else full
+        for ring, window in zip(spec.rings, spec.layer_windows, strict=True)
     )
 
 

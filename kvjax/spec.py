@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.errors import InputError, shown, whole_number
 from kvjax.formats import canonical_format, forms_of
 from kvjax.kernels.formats import Format
+from kvjax.policy import Policy
 
 _LEAST = dict(
     num_layers=1, num_kv_heads=1, head_dim=1, num_pages=1, max_seqs=1, pages_per_seq=1, max_query_length=1, page_size=8,
@@ -43,6 +44,7 @@ class CacheSpec:
             needs of each pool.
         windows: per layer the sliding window in tokens (a query sees itself and the `window - 1` tokens before
             it) or None; None for all layers means no windows.
+        policy: what is kept of a sequence, from `kvjax.policies` or of your own; everything by default.
         rollback: tokens that `truncate` can take back in a windowed layer.
         groups: head groups with pages of their own: 1 (all heads of a layer share pages) or num_kv_heads.
         scrub_on_free: zero the keys and values of a page when it returns to the pool.
@@ -67,6 +69,7 @@ class CacheSpec:
     skip_format: str = "bfloat16"
     skip_pages: int | None = None
     windows: Sequence[int | None] | None = None
+    policy: Policy = Policy()
     rollback: int = 0
     groups: int = 1
     scrub_on_free: bool = False
@@ -87,6 +90,7 @@ class CacheSpec:
         object.__setattr__(self, "skip_layers", self._named_layers())
         self._check_shapes()
         self._check_skip_pages()
+        self._check_policy()
         self._check_windows()
 
     def _check_shapes(self):
@@ -134,13 +138,28 @@ class CacheSpec:
         most = self.num_pages - 1 - (self.num_layers - len(self.skip_layers)) * self.groups
         object.__setattr__(self, "skip_pages", whole_number("skip_pages", self.skip_pages, least, most))
 
+    def _check_policy(self):
+        if not isinstance(self.policy, Policy):
+            raise InputError(f"policy is {shown(self.policy)}: give a kvjax.policy.Policy, such as those of policies")
+        if self.policy.num_sinks and any(self._named_windows()):
+            raise InputError(
+                f"policy {self.policy.name} keeps the first tokens in every layer, and the model has windows of its "
+                "own, whose layers were not trained with them: use another policy"
+            )
+        if self.policy.edits and self.key_form.is_per_channel:
+            raise InputError(
+                f"policy {self.policy.name} moves tokens, and keys with scales per channel belong to their page: use "
+                "format int4_hadamard, which has scales per token"
+            )
+        self.policy.check(self)
+
     def _check_windows(self):
         if len(self.layer_windows) != self.num_layers:
             raise InputError(f"windows names {len(self.layer_windows)} layers, the model has {self.num_layers}")
         for layer, window in enumerate(self.layer_windows):
             if window is None:
                 continue
-            if self.pages_per_seq < (needed := self._ring_of_window(window)):
+            if self.pages_per_seq < (needed := self.pinned + self._ring_of_window(window)):
                 raise InputError(
                     f"pages_per_seq {self.pages_per_seq} is too small for layer {layer}: window {window}, "
                     f"max_query_length {self.max_query_length} and rollback {self.rollback} need {needed}"
@@ -151,19 +170,25 @@ class CacheSpec:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of every layer, None where it has none."""
+        """The window of every layer, the policy's where it has none of its own, or None."""
         assert self.windows is not None, "__post_init__ has named one for each layer"
-        return tuple(self.windows)
+        return tuple(self.policy.window_size if window is None else window for window in self.windows)
+
+    @property
+    def pinned(self) -> int:
+        """Pages at the front of every row that hold the policy's sinks and stay."""
+        return pages_for(self.policy.num_sinks, self.page_size)
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """Per layer the table entries that a row uses as a ring."""
-        return tuple(self.pages_per_seq if w is None else self._ring_of_window(w) for w in self.layer_windows)
+        """Per layer the table entries that a row uses as a ring, behind the pinned ones."""
+        rest = self.pages_per_seq - self.pinned
+        return tuple(rest if w is None else self._ring_of_window(w) for w in self.layer_windows)
 
     @property
     def window_rings(self) -> tuple[int, ...]:
-        """The rings of the layers that have a window: the least `pages_per_seq` may be."""
-        return tuple(self._ring_of_window(w) for w in self.layer_windows if w is not None)
+        """Entries of the layers that have a window, pinned ones included: the least `pages_per_seq` may be."""
+        return tuple(self.pinned + self._ring_of_window(w) for w in self.layer_windows if w is not None)
 
     @functools.cached_property
     def pools(self) -> tuple[PoolSpec, ...]:

@@ -11,15 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int32, Integer
+from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from kvjax import pages
 from kvjax.arguments import array, integers
 from kvjax.cache import POSITION_END, Cache, PooledCache, Status, on_all_pools, raise_status
 from kvjax.errors import InputError, whole_number
+from kvjax.eviction import evict
 from kvjax.invariants import broken_on_device
 from kvjax.kernels.pytree import pytree
-from kvjax.placement import Writes, allocate_pages, entry_ids, touched_pages, write_positions, writes_of
+from kvjax.placement import (
+    Writes,
+    allocate_pages,
+    drop_pages,
+    end_slot,
+    entry_ids,
+    scrub,
+    touched_pages,
+    write_positions,
+    writes_of,
+)
 from kvjax.spec import CacheSpec
 
 
@@ -37,6 +48,8 @@ class Step:
         valid: bool [tokens].
         writes: the pages that receive keys and values; those of each pool where the cache has several.
         index: bool [seqs], sequences whose full pages get a reference for the prefix index.
+        prompt_ends: bool [seqs], sequences that the step leaves with no prompt unfinished; None for all.
+        token_kinds: int8 [tokens], what policies want to know of tokens; None if nobody says.
         max_query_length: most tokens of one sequence (static).
         plan: what `plan_step` worked out for a kernel; for each pool where the cache has several.
     """
@@ -51,6 +64,8 @@ class Step:
     index: Bool[Array, " seqs"]
     max_query_length: int = dataclasses.field(metadata=dict(static=True))
     plan: Any = None
+    prompt_ends: Bool[Array, " seqs"] | None = None
+    token_kinds: Int8[Array, " tokens"] | None = None
 
     def of_pool(self, number: int) -> Step:
         """The step of one of several pools."""
@@ -59,6 +74,17 @@ class Step:
                 "step is of a cache with one pool, and this cache has several: give the step that it began"
             )
         return dataclasses.replace(self, writes=self.writes[number], plan=self.plan[number])
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence brings one token at most, and nobody said that it ends a prompt (static)."""
+        return self.max_query_length == 1 and self.prompt_ends is None
+
+    @property
+    def ends(self) -> Bool[Array, " seqs"]:
+        """Sequences that bring tokens and leave no prompt unfinished."""
+        brings = self.lengths > 0
+        return brings if self.prompt_ends is None else brings & self.prompt_ends
 
     @property
     def last_token(self) -> Int32[Array, " seqs"]:
@@ -94,6 +120,8 @@ def begin_step[C: (Cache, PooledCache)](
     num_tokens: int,
     max_query_length: int,
     index: Bool[ArrayLike, " seqs"] | Sequence[bool] | None = None,
+    prompt_ends: Bool[ArrayLike, " seqs"] | Sequence[bool] | None = None,
+    token_kinds: Integer[ArrayLike, " tokens"] | Sequence[int] | None = None,
 ) -> tuple[C, Step]:
     """Allocate the slots of a step's tokens in all layers.
 
@@ -104,7 +132,12 @@ def begin_step[C: (Cache, PooledCache)](
         query_lengths: integers [seqs], new tokens of each sequence.
         num_tokens: places for packed tokens (static).
         max_query_length: most tokens of one sequence (static); 1 is decode.
-        index: bool [seqs], sequences whose pages the host's prefix index will hold.
+        index: bool [seqs], sequences whose pages the host's prefix index will hold. A policy that drops tokens or pages
+            changes pages in place: its caches index none.
+        prompt_ends: bool [seqs], False for sequences of which a part of the prompt follows: policies that compress a
+            prompt at its end wait for that. None if no prompt goes on, as in decode.
+        token_kinds: integers [num_tokens], 0, 1 for special tokens, 2 for punctuation, for policies that tell them
+            apart.
 
     Raises: InputError for static sizes the cache was not built for, and arrays of the wrong shape or kind.
     """
@@ -113,7 +146,12 @@ def begin_step[C: (Cache, PooledCache)](
     max_query_length = whole_number("max_query_length", max_query_length, 1, spec.max_query_length)
     lengths = integers("query_lengths", query_lengths, (spec.max_seqs,))
     index = np.zeros(spec.max_seqs, bool) if index is None else array("index", index, (spec.max_seqs,), np.bool_)
-    begin = functools.partial(_begin, lengths, jnp.asarray(index), num_tokens, max_query_length)
+    if prompt_ends is not None:
+        prompt_ends = jnp.asarray(array("prompt_ends", prompt_ends, (spec.max_seqs,), np.bool_))
+    if token_kinds is not None:
+        token_kinds = integers("token_kinds", token_kinds, (num_tokens,)).astype(jnp.int8)
+    said: dict[str, Any] = dict(index=jnp.asarray(index), prompt_ends=prompt_ends, token_kinds=token_kinds)
+    begin = functools.partial(_begin, lengths, said, num_tokens, max_query_length)
     cache, steps, _ = on_all_pools(cache, begin)
     if len(steps) == 1:
         return cache, steps[0]
@@ -121,7 +159,7 @@ def begin_step[C: (Cache, PooledCache)](
     return cache, dataclasses.replace(steps[0], writes=tuple(step.writes for step in steps), plan=plans)
 
 
-def _begin(lengths, index, num_tokens: int, max_query_length: int, _: int, cache: Cache, allowed):
+def _begin(lengths, said: dict[str, Any], num_tokens: int, max_query_length: int, _: int, cache: Cache, allowed):
     """Begin a step of one pool; returns whether it can be served too."""
     cache, lengths, ok = _accept(cache, lengths, num_tokens, max_query_length)
     touched = touched_pages(cache, lengths, num_tokens, max_query_length)
@@ -133,7 +171,8 @@ def _begin(lengths, index, num_tokens: int, max_query_length: int, _: int, cache
     position = jnp.where(valid, cache.next_position.at[sequence].get(mode="promise_in_bounds") + offset, 0)
     starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     writes = writes_of(cache, lengths, starts, touched, ids)
-    return cache, Step(ok, lengths, starts, sequence, position, valid, writes, index, max_query_length), served
+    of_tokens: dict[str, Any] = dict(starts=starts, sequence=sequence, position=position, valid=valid, writes=writes)
+    return cache, Step(ok=ok, lengths=lengths, max_query_length=max_query_length, **of_tokens, **said), served
 
 
 def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
@@ -173,11 +212,11 @@ def _end(cache: Cache, step: Step) -> tuple[Cache, Report]:
     # Nothing else tells XLA that the layers read the tables first: it would copy them to edit them early.
     tables, _ = jax.lax.optimization_barrier((cache.page_table, cache.keys))
     cache = dataclasses.replace(cache, page_table=tables)
-    before = cache.next_slot
-    after = before + step.lengths[None, None]
+    before, after = cache.next_slot, end_slot(cache, step.lengths)
     cache = dataclasses.replace(cache, next_slot=after, next_position=cache.next_position + step.lengths)
     cache = _drop_passed_pages(cache, step)
     cache, full = _full_pages(cache, step, before // spec.page_size, after // spec.page_size)
+    cache = evict(cache, step.lengths, step.ends, is_decode=step.is_decode)
     if spec.debug:
         cache = raise_status(cache, Status.BROKEN_INVARIANT, broken_on_device(cache))
     # Sums with 0 so that the report shares no buffer with the donated cache.
@@ -186,9 +225,9 @@ def _end(cache: Cache, step: Step) -> tuple[Cache, Report]:
 
 
 def first_needed_page(spec: CacheSpec, next_slot: Int32[Array, "layers groups seqs"]):
-    """Oldest logical page that the next token or a rollback can still see; 0 for layers without a window."""
+    """Oldest logical page behind the pinned ones that the next token or a rollback can still see."""
     reach = jnp.array([POSITION_END if w is None else w - 1 + spec.rollback for w in spec.layer_windows], jnp.int32)
-    return jnp.maximum(next_slot - reach[:, None, None], 0) // spec.page_size
+    return jnp.maximum(jnp.maximum(next_slot - reach[:, None, None], 0) // spec.page_size, spec.pinned)
 
 
 def _drop_passed_pages(cache: Cache, step: Step) -> Cache:
@@ -216,27 +255,12 @@ def _drop_passed_pages(cache: Cache, step: Step) -> Cache:
     return scrub(cache, freed)
 
 
-def drop_pages(allocator: pages.Allocator, status: Int32[Array, ""], ids: Int32[Array, " n"]):
-    """Take one reference from each of the pages `ids` (0 for none).
-
-    Returns: the allocator, the status (DOUBLE_FREE set if a reference did not exist) and the pages that became free.
-    """
-    allocator, freed, ok = pages.drop(allocator, ids)
-    return allocator, status | jnp.where(ok, 0, int(Status.DOUBLE_FREE)).astype(jnp.int32), freed
-
-
-def scrub(cache: Cache, freed: Int32[Array, " n"]) -> Cache:
-    """Zero the keys and values of pages that became free, if the spec asks for it."""
-    if not cache.spec.scrub_on_free:
-        return cache
-    return cache.map_pool(lambda pool: pool.at[freed].set(0))
-
-
 def _full_pages(cache: Cache, step: Step, begin, end):
     """Ids [layers, groups, seqs, n] that became full, with one more reference for indexed sequences."""
     most = -(-step.max_query_length // cache.spec.page_size)
     page = begin[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None]
-    full = (page < end[..., None]) & (page >= cache.first[..., None])
+    held = (page >= cache.first[..., None]) | (page < cache.spec.pinned)
+    full = (page < end[..., None]) & held & (not cache.spec.policy.edits)
     shape = (*full.shape[:2], -1)
     sequence = jnp.broadcast_to(jnp.arange(cache.spec.max_seqs, dtype=jnp.int32)[None, None, :, None], full.shape)
     ids, _ = entry_ids(cache, sequence.reshape(shape), page.reshape(shape))

@@ -19,7 +19,7 @@ def attention_mass(
     *,
     scale: float,
     soft_cap: float | None = None,
-    band: int | None = None,
+    band: int | HostArray | None = None,
     sink_query: HostArray | None = None,
     max_query_length: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +29,8 @@ def attention_mass(
         q, keys, positions, rows, queries, scale, soft_cap, sink_query: as `paged_attention` had them; `queries` may be
             only the last of them, `queries.last(n)`.
         lse: [tokens, heads], as `paged_attention` returned it: probabilities are exp(logit - lse).
-        band: sum only over pairs with `query position - slot position <= band` (static); None for all pairs.
+        band: sum only over pairs with `query position - slot position <= band` (static); None for all pairs. XLA takes
+            int32 [seqs] too, a band of each sequence.
         max_query_length: unused here.
 
     Returns: float64 arrays (float32 from other backends):
@@ -42,6 +43,7 @@ def attention_mass(
     seen_by_sinks = q if sink_query is None else np.asarray(sink_query, np.float64)
     seqs, heads_per_kv_head = layer.table.shape[1], q.shape[1] // layer.kv_heads
     sums, entropy = np.zeros((layer.kv_heads, seqs, layer.num_slots)), np.zeros((q.shape[1], seqs))
+    bands = np.broadcast_to(np.inf if band is None else np.asarray(band), seqs)
     for sequence, _, place, query, start in each_query(queries):
         for head in range(q.shape[1]):
             kv_head = head // heads_per_kv_head
@@ -52,6 +54,6 @@ def attention_mass(
                     logit = soft_cap * np.tanh(logit / soft_cap)
                 log_p = logit - lse[place, head]
                 entropy[head, sequence] -= np.exp(log_p) * log_p
-                if band is None or query - layer.positions[page, slot] <= band:
+                if query - layer.positions[page, slot] <= bands[sequence]:
                     sums[kv_head, sequence, index] += np.exp(log_p)
     return sums, entropy

@@ -30,7 +30,7 @@ def attention_mass(
     *,
     scale: float,
     soft_cap: float | None = None,
-    band: int | None = None,
+    band: int | Int32[Array, " seqs"] | None = None,
     sink_query: Float[Array, "tokens heads head_dim"] | None = None,
     max_query_length: int,
 ) -> tuple[Float32[Array, "kv_heads seqs slots"], Float32[Array, "heads seqs"]]:
@@ -55,6 +55,7 @@ def attention_mass(
         offset = number * size
         place = queries.starts[sequence] + offset
         count = jnp.minimum(queries.lengths[sequence] - offset, size)
+        widest = band[sequence] if isinstance(band, Array) else band
         tile = Tile(cut(padded, place, size, pool), sequence, offset, count, size)
         of_queries = lax.dynamic_slice_in_dim(padded_lse, place, size).T.reshape(1, pool.kv_heads, -1, 1)
 
@@ -64,7 +65,7 @@ def attention_mass(
             log_p = jnp.where(visible, pool.cap(pool.logits(tile.tokens, block)) - of_queries, -jnp.inf)
             p = jnp.exp(log_p)
             entropy -= jnp.where(visible, p * log_p, 0).sum(-1).reshape(heads, size).sum(1)
-            counted = p if band is None else jnp.where(block.distance <= band, p, 0)
+            counted = p if widest is None else jnp.where(block.distance <= widest, p, 0)
             # [groups, heads of a group, pages, slots] -> [groups, 1, pages, 1, heads of a group, slots]
             of_pages = counted.sum(2).reshape(pool.groups, in_group, -1, pool.page_size).swapaxes(1, 2)
             where = tile_index(pool, sequence[None], block.pages)

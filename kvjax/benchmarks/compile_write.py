@@ -74,14 +74,14 @@ def compile_write(shape: AttentionShape, dump: Path, spare_pages: int = 0, *, in
     pool_shape = (touched + _SPARE_PAGES + spare_pages, shape.kv_heads, shape.page_size, shape.head_dim)
     pool = jax.ShapeDtypeStruct(pool_shape, jnp.bfloat16)
     new = jax.ShapeDtypeStruct((1, shape.batch * shape.queries, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-    where = [jax.ShapeDtypeStruct((_LAYERS, 1, touched), jnp.int32)] * 4
+    where = [jax.ShapeDtypeStruct((_LAYERS, 1, touched), jnp.int32)] * 5
 
     def layers(pools, new, where):
         def layer(number, pools):
             if in_xla:
                 here = [of[number] for of in where]
                 return tuple(write_pool(pool, of, *here) for pool, of in zip(pools, new, strict=True))
-            return write_pages(pools, new, where[0], where[1], where[2], where[3], number)
+            return write_pages(pools, new, where[0], where[1], where[2], where[3], where[4], number)
 
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(_LAYERS), layer, pools)
 

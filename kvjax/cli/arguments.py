@@ -62,6 +62,11 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         "--skip-layers", type=int, nargs="+", default=(), metavar="LAYER",
         help="layers whose pages stay bfloat16; negative numbers count from the last",
     )  # fmt: skip
+    group.add_argument(
+        "--policy", default="full", metavar="NAME[:key=value,...]",
+        help="what the cache keeps: full, sliding_window, streaming, h2o, tova, snapkv, knorm, random; for example "
+        "streaming:window=508,sinks=4 or h2o:budget=256 (default: %(default)s)",
+    )  # fmt: skip
     group.add_argument("--page-size", type=int, help="tokens of a page (default: 64 for int4, else 16)")
     group.add_argument("--num-pages", type=int, help="pages of the pool, page 0 included; default: what is needed")
 
@@ -78,15 +83,19 @@ def sampling_options(args: argparse.Namespace, count: int) -> dict[str, Any]:
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `Options` that the flags of the cache set.
 
-    Raises: InputError for a format or a page size that no cache has.
+    Raises: InputError for a format, a policy or a page size that no cache has.
     """
     from kvjax.formats import canonical_format
+    from kvjax.policies import parse_policy
     from kvjax.spec import check_page_size
 
     form = args.dtype if args.kv_format == "auto" else canonical_format(args.kv_format, argument="--kv-format")
     if args.page_size is not None:
         check_page_size(args.page_size)
-    return dict(format=form, skip_layers=args.skip_layers, page_size=args.page_size, num_pages=args.num_pages)
+    return dict(
+        format=form, skip_layers=args.skip_layers, policy=parse_policy(args.policy), page_size=args.page_size,
+        num_pages=args.num_pages,
+    )  # fmt: skip
 
 
 def progress(line: str) -> None:

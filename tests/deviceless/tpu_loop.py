@@ -36,7 +36,9 @@ def step(keys, values, positions, lengths, x, rows):
     def layer(carry, index):
         keys, values, x = carry
         new = x[None, :, :: HEADS // KV_HEADS]
-        keys, values = (write_pages(of, new, pages[index], number[None], slot, slot + 1) for of in (keys, values))
+        keys, values = (
+            write_pages(of, new, pages[index], number[None], slot, *[slot + 1] * 2) for of in (keys, values)
+        )
         here = Rows(rows.page_table, rows.first_page, rows.end_slot + 1, rows.rings, rows.windows, index)
         attention = tpu.paged_attention(x, keys, values, positions, here, queries, scale=0.1, max_query_length=1)
         return (keys, values, attention.out), None

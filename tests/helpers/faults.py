@@ -1,9 +1,11 @@
 """Faults planted in the source of kernels: copies of modules that have one, and what notices it."""
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 
 def with_fault(modules: Sequence[Any], module: Any, old: str, new: str) -> Any:
@@ -14,11 +16,9 @@ def with_fault(modules: Sequence[Any], module: Any, old: str, new: str) -> Any:
     for original in modules:
         text = inspect.getsource(original)
         copy = types.ModuleType(original.__name__)
-        exec(compile(text.replace(old, new) if original is module else text, original.__name__, "exec"), vars(copy))
-        for name, other in copies.items():
-            for attribute in vars(other):
-                if attribute in vars(copy) and getattr(vars(other)[attribute], "__module__", None) == name:
-                    setattr(copy, attribute, vars(other)[attribute])
+        # What a copy imports is of the copies, base classes included.
+        with mock.patch.dict(sys.modules, copies):
+            exec(compile(text.replace(old, new) if original is module else text, original.__name__, "exec"), vars(copy))
         copies[original.__name__] = copy
     return copies[modules[-1].__name__]
 

@@ -16,7 +16,7 @@ def pool_of(rng, dtype=np.float32):
     return rng.standard_normal((PAGES, HEADS, SIZE, DIM)).astype(dtype)
 
 
-def by_loop(pool, new, pages, first_tokens, begins, ends):
+def by_loop(pool, new, pages, first_tokens, begins, ends, blanks):
     pool = np.array(pool)
     for group, i in np.ndindex(pages.shape):
         page, token = pages[group, i], first_tokens[group, i]
@@ -25,7 +25,7 @@ def by_loop(pool, new, pages, first_tokens, begins, ends):
         for slot in range(begins[group, i], ends[group, i]):
             pool[page, :, slot] = new[group, token]
             token += 1
-        pool[page, :, ends[group, i] :] = 0
+        pool[page, :, blanks[group, i] :] = 0
     return pool
 
 
@@ -35,7 +35,7 @@ def test_worked_example():
     pool = np.full((3, 1, 8, 2), 7.0, np.float32)
     new = np.array([[[[10, 10]], [[11, 11]], [[12, 12]], [[99, 99]]]], np.float32)
     out = np.asarray(write(jnp.asarray(pool), jnp.asarray(new), ids([[2, 1, 0]]), ids([[0, 2, 0]]), ids([[6, 0, 0]]),
-                           ids([[8, 1, 0]])))  # fmt: skip
+                           ids([[8, 1, 0]]), ids([[8, 1, 0]])))  # fmt: skip
     np.testing.assert_array_equal(out[2, 0, :, 0], [7, 7, 7, 7, 7, 7, 10, 11])
     np.testing.assert_array_equal(out[1, 0, :, 0], [12, 0, 0, 0, 0, 0, 0, 0])
 
@@ -52,7 +52,8 @@ def test_any_layout_equals_the_loop(data):
     begins = rng.integers(0, SIZE, pages.shape)
     ends = rng.integers(begins + 1, SIZE + 1)
     first = rng.integers(0, TOKENS - (ends - begins) + 1)
-    arguments = [array.astype(np.int32) for array in (pages, first, begins, ends)]
+    blanks = np.where(rng.random(pages.shape) < 0.5, ends, rng.integers(ends, SIZE + 1))
+    arguments = [array.astype(np.int32) for array in (pages, first, begins, ends, blanks)]
     out = np.asarray(write(jnp.asarray(pool), jnp.asarray(new), *map(jnp.asarray, arguments)))
     np.testing.assert_array_equal(out[1:], by_loop(pool, new, *arguments)[1:])
 
@@ -63,14 +64,13 @@ def test_new_tokens_are_rounded_to_the_format_of_the_pool():
     nothing = np.zeros((GROUPS, TOUCHED), np.int32)
     pages, ends = nothing.copy(), nothing.copy()
     pages[0, 1], ends[0, 1] = 4, 3
-    out = write(
-        jnp.asarray(pool_of(rng), jnp.bfloat16), jnp.asarray(new), *map(jnp.asarray, (pages, nothing, nothing, ends))
-    )
+    where = map(jnp.asarray, (pages, nothing, nothing, ends, ends))
+    out = write(jnp.asarray(pool_of(rng), jnp.bfloat16), jnp.asarray(new), *where)
     np.testing.assert_array_equal(np.asarray(out)[4, 0, :3], np.asarray(new[0, :3, 0]).astype(out.dtype))
 
 
 def test_padding_may_bring_nan_tokens_and_changes_no_page():
     pool = pool_of(np.random.default_rng(0))
     new, nothing = np.full((GROUPS, TOKENS, HEADS, DIM), np.nan, np.float32), ids(np.zeros((GROUPS, TOUCHED)))
-    out = np.asarray(write(jnp.asarray(pool), jnp.asarray(new), nothing, nothing, nothing, nothing))
+    out = np.asarray(write(jnp.asarray(pool), jnp.asarray(new), *(nothing,) * 5))
     np.testing.assert_array_equal(out[1:], pool[1:])

@@ -45,7 +45,8 @@ def case_of(*, heads=2, size=8, dims=(64, 64), groups=1, touched=4, dtype: Any =
     ends = rng.integers(begins + 1, size + 1)
     ends[:, 0] = size
     first = rng.integers(0, tokens - (ends - begins) + 1)
-    return pools, news, *(jnp.asarray(of, jnp.int32) for of in (pages, first, begins, ends))
+    blanks = np.where(rng.random(pages.shape) < 0.5, ends, rng.integers(ends, size + 1))
+    return pools, news, *(jnp.asarray(of, jnp.int32) for of in (pages, first, begins, ends, blanks))
 
 
 def of_layers(where) -> Any:

@@ -1,0 +1,179 @@
+"""Dropping what a policy does not keep, at the end of a step: tokens one by one, whole pages, or most of a prompt.
+
+A decode step that is over budget empties one slot of a row, which the next token fills (`Cache.write_slot`), or takes
+one page out of a row. Steps of several tokens move what a row keeps to its first pages: codes and scales as they are.
+All of it acts on layers without a window, and nothing asks the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from kvjax.cache import Cache
+from kvjax.placement import drop_pages, scrub, set_positions
+from kvjax.policy import Held
+
+_NONE = 2**31 - 1
+
+
+def evict(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"], *, is_decode: bool) -> Cache:
+    """Drop what the policy does not keep.
+
+    Args:
+        cache: the cache, with all tokens of the step.
+        lengths: tokens that the step has brought.
+        ends: sequences of which the step has not left a prompt unfinished.
+        is_decode: whether every sequence brought one token at most, and none of those ended a prompt (static).
+    """
+    policy = cache.spec.policy
+    if not policy.edits:
+        return cache
+    rows = cache.policy_state["rows"]
+    if not is_decode and rows:
+        kept = policy.settle(rows, cache.lengths, ends & (lengths > 1))
+        cache = dataclasses.replace(cache, policy_state=cache.policy_state | dict(rows=dict(kept)))
+    ends = (ends | policy.in_chunks) & (lengths > 0)
+    if not is_decode:
+        cache = _compact(cache, lengths, ends)
+    if not policy.in_decode:
+        return cache
+    alone = (ends & (lengths == 1))[None, None]
+    return _drop_page(cache, alone) if policy.by_page else _empty_slot(cache, lengths, alone)
+
+
+def held_of(cache: Cache, ids: Int32[Array, "layers groups seqs entries"]) -> Held:
+    """What the rows hold whose pages are `ids`."""
+    take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
+    slots, rows = jax.tree.map(take, cache.policy_state["slots"]), cache.policy_state["rows"]
+    next_position, start = cache.next_position[None, None], cache.start_position[None, None]
+    return Held(take(cache.positions), slots, rows, next_position, start, cache.spec.page_size)
+
+
+def _ranked(cache: Cache, held: Held):
+    """Ranks of slots, infinite where nothing can be dropped, and how many tokens of each row are too many."""
+    rank, allowed = cache.spec.policy.rank(held)
+    has_none = jnp.asarray(np.array([window is None for window in cache.spec.layer_windows])[:, None, None, None])
+    rank = jnp.where(held.used & has_none, rank, jnp.inf)
+    return rank, jnp.maximum(jnp.isfinite(rank).sum(-1, dtype=jnp.int32) - allowed, 0)
+
+
+def _first_of_least(rank: Float32[Array, "*rows n"], age: Int32[Array, "*rows n"]) -> Int32[Array, "*rows"]:
+    """Index of the lowest rank, of the greatest age among equal ones."""
+    lowest = rank == rank.min(-1, keepdims=True)
+    return jnp.where(lowest, age, -1).argmax(-1).astype(jnp.int32)
+
+
+def _at(of_rows: Array, index: Int32[Array, "*rows"]) -> Array:
+    return jnp.take_along_axis(of_rows, index[..., None], axis=-1, mode="promise_in_bounds")[..., 0]
+
+
+def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array, "1 1 seqs"]) -> Cache:
+    """Empty the slot of lowest rank of rows that are over budget after one more token."""
+    size, held = cache.spec.page_size, held_of(cache, cache.page_table)
+    rank, excess = _ranked(cache, held)
+    emptied = alone & (excess > 0)
+    slot = _first_of_least(rank, held.age)
+    ids = jnp.where(emptied, _at(cache.page_table, slot // size), 0)
+    of_page = jnp.arange(size, dtype=jnp.int32)[None, None, None]
+    left = jnp.where(of_page == (slot % size)[..., None], -1, cache.positions.at[ids].get(mode="promise_in_bounds"))
+    cache = set_positions(cache, ids.reshape(-1), left.reshape(-1, size))
+    assert cache.write_slot is not None
+    write_slot = jnp.where(emptied, slot, cache.next_slot)
+    return dataclasses.replace(cache, write_slot=jnp.where(lengths[None, None] > 0, write_slot, cache.write_slot))
+
+
+def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
+    """Take the page of lowest rank out of rows whose last page is full; the last page takes its place."""
+    size, table, held = cache.spec.page_size, cache.page_table, held_of(cache, cache.page_table)
+    by_page = lambda of_slots: of_slots.reshape(*table.shape, size)  # noqa: E731
+    rank, excess = _ranked(cache, held)
+    dropping = alone & (excess > 0) & (cache.next_slot % size == 0)
+
+    def drop(table, allocator, status):
+        victim = _first_of_least(by_page(rank).mean(-1), by_page(held.age).max(-1))
+        last = jnp.maximum(cache.next_slot // size - 1, 0)
+        old, moved = (jnp.where(dropping, _at(table, entry), 0) for entry in (victim, last))
+        row = jnp.ix_(*map(jnp.arange, victim.shape))
+        table = table.at[(*row, victim)].add(moved - old, mode="promise_in_bounds")
+        table = table.at[(*row, last)].add(-moved, mode="promise_in_bounds")
+        return (table, *drop_pages(allocator, status, old.reshape(-1)))
+
+    def keep(table, allocator, status):
+        return table, allocator, status, jnp.zeros(dropping.size, jnp.int32)
+
+    parts = (table, cache.allocator, cache.status)
+    table, allocator, status, freed = lax.cond(dropping.any(), drop, keep, *parts)
+    next_slot = cache.next_slot - jnp.where(dropping, size, 0)
+    cache = dataclasses.replace(cache, page_table=table, allocator=allocator, status=status, next_slot=next_slot)
+    return scrub(cache, freed)
+
+
+def _compact(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"]) -> Cache:
+    """Drop all that is too much of rows, and move what is left to the row's first pages."""
+    held = held_of(cache, cache.page_table)
+    rank, excess = _ranked(cache, held)
+    several = lengths[None, None] > 1
+    # One token too many after one more is for the decode step's way, which moves nothing.
+    is_over = (several | (excess > 1)) if cache.spec.policy.in_decode and not cache.spec.policy.by_page else several
+    chosen = ends[None, None] & (excess > 0) & is_over
+
+    def compact(cache: Cache) -> Cache:
+        number = jnp.broadcast_to(jnp.arange(rank.shape[-1], dtype=jnp.int32)[None, None, None], rank.shape)
+        *_, order = lax.sort((rank, held.positions, number), num_keys=2)
+        is_dropped = number < excess[..., None]
+        dropped = jnp.put_along_axis(jnp.zeros(rank.shape, bool), order, is_dropped, axis=-1, inplace=False)
+        kept = held.used & ~dropped
+        source = jnp.sort(jnp.where(kept & chosen[..., None], number, _NONE))
+        count = kept.sum(-1, dtype=jnp.int32)
+        return _cut(_move(cache, source), chosen, count)
+
+    return lax.cond(chosen.any(), compact, lambda cache: cache, cache)
+
+
+def _move(cache: Cache, source: Int32[Array, "layers groups seqs slots"]) -> Cache:
+    """Fill rows from the front with what stands in slots `source`, rising and _NONE behind the last.
+
+    Page by page: every slot comes from one that is no nearer to the front, so none is overwritten before it is read.
+    """
+    size, table = cache.spec.page_size, cache.page_table
+    pages = (source < _NONE).any((0, 1, 2)).reshape(-1, size).any(-1).sum(dtype=jnp.int32)
+
+    def fill(page, cache: Cache) -> Cache:
+        taken = lax.dynamic_slice_in_dim(source, page * size, size, axis=3)
+        live = taken < _NONE
+        slot = jnp.where(live, taken, 0)
+        ids = jnp.take_along_axis(table, slot // size, axis=-1, mode="promise_in_bounds")
+        target = jnp.where(live.any(-1), lax.dynamic_index_in_dim(table, page, axis=3, keepdims=False), 0)
+
+        def move(pool: Array) -> Array:
+            # The barrier: fused with the scatter this would read the array that it writes, and XLA would copy it all.
+            tile = lax.optimization_barrier(pool.at[ids, :, slot % size].get(mode="promise_in_bounds"))
+            tile = jnp.where(live.reshape(*live.shape, *(1,) * (pool.ndim - 2)), tile, 0)
+            return pool.at[target].set(jnp.moveaxis(tile, 3, 4), mode="promise_in_bounds")
+
+        cache = cache.map_pool(move)
+        positions = cache.positions.at[ids, slot % size].get(mode="promise_in_bounds")
+        return set_positions(cache, target.reshape(-1), jnp.where(live, positions, -1).reshape(-1, size))
+
+    return lax.fori_loop(0, pages, fill, cache)
+
+
+def _cut(cache: Cache, chosen: Bool[Array, "layers groups seqs"], count: Int32[Array, "layers groups seqs"]) -> Cache:
+    """Let chosen rows end after `count` tokens, and return their other pages."""
+    size = cache.spec.page_size
+    entry = jnp.arange(cache.spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
+    emptied = chosen[..., None] & (entry * size >= count[..., None])
+    dropped = jnp.where(emptied, cache.page_table, 0)
+    allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
+    next_slot = jnp.where(chosen, count, cache.next_slot)
+    cache = dataclasses.replace(
+        cache, page_table=cache.page_table - dropped, next_slot=next_slot, allocator=allocator, status=status,
+        write_slot=None if cache.write_slot is None else jnp.where(chosen, count, cache.write_slot),
+    )  # fmt: skip
+    return scrub(cache, freed)

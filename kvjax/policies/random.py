@@ -1,0 +1,47 @@
+"""Tokens at random: the control that every other policy must beat."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import whole_number
+from kvjax.policies.budget import Budgeted
+from kvjax.policy import Held
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Random(Budgeted):
+    """Keeps the first `sinks` tokens, the newest `recent`, and others at random.
+
+    Attributes:
+        seed: of the choice, which depends on it, the row and the step alone.
+    """
+
+    name: ClassVar[str] = "random"
+    in_decode: ClassVar[bool] = True
+    sinks: int = 4
+    recent: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, least in (("sinks", 0), ("recent", 1), ("seed", 0)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        super().__post_init__()
+
+    @property
+    def protected(self) -> int:
+        return self.sinks + self.recent
+
+    def rank(self, held: Held):
+        rows = held.positions.shape[:-1]
+        step = jnp.broadcast_to(held.next_position, rows).reshape(-1)
+        number = jnp.arange(step.shape[0], dtype=jnp.int32)
+        key = jax.random.key(self.seed)
+        keys = jax.vmap(lambda row, step: jax.random.fold_in(jax.random.fold_in(key, row), step))(number, step)
+        drawn = jax.vmap(lambda key: jax.random.uniform(key, held.positions.shape[-1:]))(keys)
+        stays = (held.age <= self.recent) | (held.place < self.sinks)
+        return jnp.where(stays, jnp.inf, drawn.reshape(held.positions.shape)), self.budget - self.protected
