@@ -207,9 +207,8 @@ def _rows(cache: Cache, step: Step, layer) -> Rows:
     windows = [POSITION_END if window is None else window for window in spec.layer_windows]
     rings, windows = (jnp.asarray(np.array(of, np.int32)) for of in (spec.rings, windows))
     after = end_slot(cache, step.lengths)
-    return Rows(
-        cache.page_table, cache.first, after, rings, windows, jnp.asarray(layer, jnp.int32), sinks=spec.policy.num_sinks
-    )
+    table = cache.page_table[..., : spec.decode_entries] if step.is_decode else cache.page_table
+    return Rows(table, cache.first, after, rings, windows, jnp.asarray(layer, jnp.int32), sinks=spec.policy.num_sinks)
 
 
 def _queries(cache: Cache, step: Step) -> Queries:

@@ -20,6 +20,7 @@ from kvjax.placement import drop_pages, scrub, set_positions
 from kvjax.policy import Held
 
 _NONE = 2**31 - 1
+_ALL = slice(None)
 
 
 def evict(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"], *, is_decode: bool) -> Cache:
@@ -47,19 +48,22 @@ def evict(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs
     return _drop_page(cache, alone) if policy.by_page else _empty_slot(cache, lengths, alone)
 
 
-def held_of(cache: Cache, ids: Int32[Array, "layers groups seqs entries"]) -> Held:
-    """What the rows hold whose pages are `ids`."""
+def _held(cache: Cache, layers: slice | Int32[Array, " 1"], entries: int) -> Held:
+    """What the rows of some layers hold in their first table entries."""
+    ids = cache.page_table[layers, :, :, :entries]
     take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
-    slots, rows = jax.tree.map(take, cache.policy_state["slots"]), cache.policy_state["rows"]
+    slots = jax.tree.map(take, cache.policy_state["slots"])
+    number = jnp.arange(cache.first.size, dtype=jnp.int32).reshape(cache.first.shape)
+    rows, number = jax.tree.map(lambda of: of[layers], (cache.policy_state["rows"], number))
     next_position, start = cache.next_position[None, None], cache.start_position[None, None]
-    return Held(take(cache.positions), slots, rows, next_position, start, cache.spec.page_size)
+    return Held(take(cache.positions), slots, rows, number, next_position, start, cache.spec.page_size)
 
 
-def _ranked(cache: Cache, held: Held):
+def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
     """Ranks of slots, infinite where nothing can be dropped, and how many tokens of each row are too many."""
     rank, allowed = cache.spec.policy.rank(held)
-    has_none = jnp.asarray(np.array([window is None for window in cache.spec.layer_windows])[:, None, None, None])
-    rank = jnp.where(held.used & has_none, rank, jnp.inf)
+    has_none = jnp.asarray(np.array([window is None for window in cache.spec.layer_windows]))
+    rank = jnp.where(held.used & has_none[layers, None, None, None], rank, jnp.inf)
     return rank, jnp.maximum(jnp.isfinite(rank).sum(-1, dtype=jnp.int32) - allowed, 0)
 
 
@@ -75,8 +79,8 @@ def _at(of_rows: Array, index: Int32[Array, "*rows"]) -> Array:
 
 def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array, "1 1 seqs"]) -> Cache:
     """Empty the slot of lowest rank of rows that are over budget after one more token."""
-    size, held = cache.spec.page_size, held_of(cache, cache.page_table)
-    rank, excess = _ranked(cache, held)
+    size, held = cache.spec.page_size, _held(cache, _ALL, cache.spec.decode_entries)
+    rank, excess = _ranked(cache, held, _ALL)
     emptied = alone & (excess > 0)
     slot = _first_of_least(rank, held.age)
     ids = jnp.where(emptied, _at(cache.page_table, slot // size), 0)
@@ -90,9 +94,10 @@ def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array,
 
 def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
     """Take the page of lowest rank out of rows whose last page is full; the last page takes its place."""
-    size, table, held = cache.spec.page_size, cache.page_table, held_of(cache, cache.page_table)
-    by_page = lambda of_slots: of_slots.reshape(*table.shape, size)  # noqa: E731
-    rank, excess = _ranked(cache, held)
+    size, table, entries = cache.spec.page_size, cache.page_table, cache.spec.decode_entries
+    held = _held(cache, _ALL, entries)
+    by_page = lambda of_slots: of_slots.reshape(*table.shape[:-1], entries, size)  # noqa: E731
+    rank, excess = _ranked(cache, held, _ALL)
     dropping = alone & (excess > 0) & (cache.next_slot % size == 0)
 
     def drop(table, allocator, status):
@@ -115,33 +120,46 @@ def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
 
 
 def _compact(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"]) -> Cache:
-    """Drop all that is too much of rows, and move what is left to the row's first pages."""
-    held = held_of(cache, cache.page_table)
-    rank, excess = _ranked(cache, held)
-    several = lengths[None, None] > 1
+    """Drop all that is too much of rows, and move what is left to the row's first pages; layer by layer."""
+    policy, several = cache.spec.policy, lengths > 1
     # One token too many after one more is for the decode step's way, which moves nothing.
-    is_over = (several | (excess > 1)) if cache.spec.policy.in_decode and not cache.spec.policy.by_page else several
-    chosen = ends[None, None] & (excess > 0) & is_over
+    by_slot = policy.in_decode and not policy.by_page
 
-    def compact(cache: Cache) -> Cache:
-        number = jnp.broadcast_to(jnp.arange(rank.shape[-1], dtype=jnp.int32)[None, None, None], rank.shape)
-        *_, order = lax.sort((rank, held.positions, number), num_keys=2)
-        is_dropped = number < excess[..., None]
-        dropped = jnp.put_along_axis(jnp.zeros(rank.shape, bool), order, is_dropped, axis=-1, inplace=False)
-        kept = held.used & ~dropped
-        source = jnp.sort(jnp.where(kept & chosen[..., None], number, _NONE))
-        count = kept.sum(-1, dtype=jnp.int32)
-        return _cut(_move(cache, source), chosen, count)
+    def of_layer(layer, cache: Cache) -> Cache:
+        here = layer[None]
+        held = _held(cache, here, cache.spec.pages_per_seq)
+        rank, excess = _ranked(cache, held, here)
+        is_over = several[None, None] | (by_slot & (excess > 1))
+        chosen = ends[None, None] & (excess > 0) & is_over
 
-    return lax.cond(chosen.any(), compact, lambda cache: cache, cache)
+        def compact(cache: Cache) -> Cache:
+            kept = held.used & ~_lowest(rank, held.positions, excess)
+            number = jnp.arange(rank.shape[-1], dtype=jnp.int32)[None, None, None]
+            source = jnp.sort(jnp.where(kept & chosen[..., None], number, _NONE))
+            return _cut(_move(cache, here, source), here, chosen, kept.sum(-1, dtype=jnp.int32))
+
+        return lax.cond(chosen.any(), compact, lambda cache: cache, cache)
+
+    def of_all(cache: Cache) -> Cache:
+        return lax.fori_loop(jnp.int32(0), jnp.int32(cache.spec.num_layers), of_layer, cache)
+
+    wanted = ends & (several | by_slot)
+    return lax.cond(wanted.any(), of_all, lambda cache: cache, cache)
 
 
-def _move(cache: Cache, source: Int32[Array, "layers groups seqs slots"]) -> Cache:
-    """Fill rows from the front with what stands in slots `source`, rising and _NONE behind the last.
+def _lowest(rank: Float32[Array, "*rows n"], positions: Int32[Array, "*rows n"], count: Int32[Array, "*rows"]):
+    """Mark the `count` lowest ranks of each row, of equal ones the older tokens."""
+    number = jnp.broadcast_to(jnp.arange(rank.shape[-1], dtype=jnp.int32), rank.shape)
+    *_, order = lax.sort((rank, positions, number), num_keys=2)
+    return jnp.put_along_axis(jnp.zeros(rank.shape, bool), order, number < count[..., None], axis=-1, inplace=False)
+
+
+def _move(cache: Cache, layer: Int32[Array, " 1"], source: Int32[Array, "1 groups seqs slots"]) -> Cache:
+    """Fill rows of a layer from the front with what stands in slots `source`, rising and _NONE behind the last.
 
     Page by page: every slot comes from one that is no nearer to the front, so none is overwritten before it is read.
     """
-    size, table = cache.spec.page_size, cache.page_table
+    size, table = cache.spec.page_size, cache.page_table[layer]
     pages = (source < _NONE).any((0, 1, 2)).reshape(-1, size).any(-1).sum(dtype=jnp.int32)
 
     def fill(page, cache: Cache) -> Cache:
@@ -164,16 +182,21 @@ def _move(cache: Cache, source: Int32[Array, "layers groups seqs slots"]) -> Cac
     return lax.fori_loop(0, pages, fill, cache)
 
 
-def _cut(cache: Cache, chosen: Bool[Array, "layers groups seqs"], count: Int32[Array, "layers groups seqs"]) -> Cache:
-    """Let chosen rows end after `count` tokens, and return their other pages."""
+def _cut(
+    cache: Cache,
+    layer: Int32[Array, " 1"],
+    chosen: Bool[Array, "1 groups seqs"],
+    count: Int32[Array, "1 groups seqs"],
+) -> Cache:
+    """Let chosen rows of a layer end after `count` tokens, and return their other pages."""
     size = cache.spec.page_size
     entry = jnp.arange(cache.spec.pages_per_seq, dtype=jnp.int32)[None, None, None]
     emptied = chosen[..., None] & (entry * size >= count[..., None])
-    dropped = jnp.where(emptied, cache.page_table, 0)
+    dropped = jnp.where(emptied, cache.page_table[layer], 0)
     allocator, status, freed = drop_pages(cache.allocator, cache.status, dropped.reshape(-1))
-    next_slot = jnp.where(chosen, count, cache.next_slot)
+    cut = lambda of_rows: of_rows.at[layer].set(jnp.where(chosen, count, of_rows[layer]))  # noqa: E731
     cache = dataclasses.replace(
-        cache, page_table=cache.page_table - dropped, next_slot=next_slot, allocator=allocator, status=status,
-        write_slot=None if cache.write_slot is None else jnp.where(chosen, count, cache.write_slot),
+        cache, page_table=cache.page_table.at[layer].add(-dropped), next_slot=cut(cache.next_slot),
+        write_slot=jax.tree.map(cut, cache.write_slot), allocator=allocator, status=status,
     )  # fmt: skip
     return scrub(cache, freed)

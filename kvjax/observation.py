@@ -81,12 +81,15 @@ def _with(cache: Cache, **kept) -> Cache:
 def _noted(cache: Cache, step: Step, layer, seen: dict[str, Any]) -> Cache:
     """Give the policy one layer's tokens and attention, and store what it makes of them."""
     spec, state = cache.spec, cache.policy_state
-    ids = jnp.where(step.lengths[None, :, None] > 0, cache.page_table[layer], 0)
+    entries = spec.decode_entries if step.is_decode else spec.pages_per_seq
+    ids = jnp.where(step.lengths[None, :, None] > 0, cache.page_table[layer, :, :, :entries], 0)
     take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
     positions = take(cache.positions)
     slots, rows = jax.tree.map(take, state["slots"]), {name: of[layer] for name, of in state["rows"].items()}
     after, start = (cache.next_position + step.lengths)[None], cache.start_position[None]
-    held = Held(positions, slots, rows, after, start, spec.page_size)
+    first, of_row = layer * (spec.groups * spec.max_seqs), (spec.groups, spec.max_seqs)
+    number = first + jnp.arange(spec.groups * spec.max_seqs, dtype=jnp.int32).reshape(of_row)
+    held = Held(positions, slots, rows, number, after, start, spec.page_size)
     is_new = positions >= cache.next_position[None, :, None]
     held = spec.policy.observe(held, Seen(**seen, lengths=step.lengths, is_new=is_new, ends=step.ends))
     put = lambda pool, of: pool.at[ids].set(of.reshape(*ids.shape, -1).astype(pool.dtype), mode="promise_in_bounds")  # noqa: E731

@@ -36,6 +36,7 @@ class Held:
         positions: int32 [*rows, slots], -1 where a slot is empty; slots are in no order.
         slots: what the policy keeps of each slot, [*rows, slots] by name; of no meaning where a slot is empty.
         rows: what it keeps of each row, [*rows] by name.
+        number: int32 [*rows], a number of its own for each row of the cache.
         next_position, start_position: int32 [*rows] or broadcast to it: of the sequence's next token and its first.
         page_size: slots of a page (static).
     """
@@ -43,6 +44,7 @@ class Held:
     positions: Int32[Array, "*rows slots"]
     slots: dict[str, Array]
     rows: dict[str, Array]
+    number: Int32[Array, "*rows"]
     next_position: Int32[Array, "*of_rows"]
     start_position: Int32[Array, "*of_rows"]
     page_size: int = dataclasses.field(metadata=dict(static=True))
@@ -146,6 +148,11 @@ class Policy:
     def in_chunks(self) -> bool:
         """Whether every step drops what is too much, and not only the step that ends a prompt."""
         return False
+
+    @property
+    def bound(self) -> int | None:
+        """Most tokens that a row keeps in decode, or None if nothing bounds them."""
+        return None
 
     def most_slots(self, prompt: int, new: int, chunk: int, page_size: int) -> int:
         """Most slots that a row needs at once, for a prompt, read in chunks, and new tokens, but for windows."""

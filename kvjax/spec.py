@@ -186,6 +186,14 @@ class CacheSpec:
         return tuple(rest if w is None else self._ring_of_window(w) for w in self.layer_windows)
 
     @property
+    def decode_entries(self) -> int:
+        """Table entries that rows use in decode steps: fewer than there are, if a policy bounds what they keep."""
+        bound, by_page = self.policy.bound, self.policy.by_page
+        if bound is None or any(self.layer_windows):
+            return self.pages_per_seq
+        return min(self.pages_per_seq, pages_for(bound + (self.page_size if by_page else 1), self.page_size))
+
+    @property
     def window_rings(self) -> tuple[int, ...]:
         """Entries of the layers that have a window, pinned ones included: the least `pages_per_seq` may be."""
         return tuple(self.pinned + self._ring_of_window(w) for w in self.layer_windows if w is not None)

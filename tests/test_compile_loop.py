@@ -94,12 +94,12 @@ def test_llama_has_its_eight_billion_weights_and_no_array():
 
 def test_the_pool_of_every_device_has_the_size_that_is_asked_for():
     for devices in (1, 8):
-        spec = compile_loop.spec_of(compile_model.llama_8b(), devices, "bfloat16")
+        spec = compile_loop.spec_of(compile_model.llama_8b(), devices)
         assert sizes.pool_bytes(spec) == devices * compile_loop.POOL_BYTES
 
 
 def test_bytes_are_those_of_one_device(mesh):
-    spec = compile_loop.spec_of(compile_model.llama_8b(), DEVICES, "bfloat16")
+    spec = compile_loop.spec_of(compile_model.llama_8b(), DEVICES)
     with unchecked_shapes():
         state = jax.eval_shape(lambda: compile_loop.state_of(spec))
         placed = compile_model.placed_by(compile_model.spread_of_state(state), state, mesh)
@@ -112,9 +112,12 @@ def test_bytes_are_those_of_one_device(mesh):
 def test_generation_compiles_for_one_and_for_eight_h200s(kernels_python, capsys):
     assert main(["compile-kernels", "--loop", "--target", "h200", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    plain = [(program, devices, "bfloat16") for devices in (1, 8) for program in ("prefill", "generate", "stream")]
-    quantized = [(program, 1, form) for form in ("int8", "int4") for program in ("prefill", "generate")]
-    assert [(row["program"], row["devices"], row["format"]) for row in rows] == plain + quantized
+    plain = [(of, devices, "bfloat16", "full") for devices in (1, 8) for of in ("prefill", "generate", "stream")]
+    quantized = [(of, 1, form, "full") for form in ("int8", "int4") for of in ("prefill", "generate")]
+    policies = ("streaming:window=2044", "h2o:budget=2048")
+    kept = [(of, 1, "bfloat16", policy) for policy in policies for of in ("prefill", "generate")]
+    columns = ("program", "devices", "format", "policy")
+    assert [tuple(row[name] for name in columns) for row in rows] == plain + quantized + kept
     assert not any(row["faults"] or row["pool_copies"] for row in rows)
 
 

@@ -28,6 +28,7 @@ from kvjax.benchmarks.deviceless import TARGETS, mesh_of, placed
 from kvjax.cache import Cache, init_cache
 from kvjax.decoding import Chosen, State, decode_scan, decode_while, prefill_step
 from kvjax.formats import best_page_size
+from kvjax.policies import parse_policy
 from kvjax.sampling import sampling
 from kvjax.spec import CacheSpec
 
@@ -38,6 +39,7 @@ SEQS, CHUNK, TOKENS, STEPS = 32, 512, 128, 8
 _LAYERS = dict(v5e=8)
 _DEVICES = dict(h200=(1, 8))
 _QUANTIZED = dict(h200=("int8", "int4"))
+_POLICIES = dict(h200=("streaming:window=2044", "h2o:budget=2048"))
 
 
 def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
@@ -53,11 +55,13 @@ def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
     return [fault for fault, is_broken in limits.items() if is_broken]
 
 
-def spec_of(config, devices: int, form: str) -> CacheSpec:
+def spec_of(config, devices: int, form: str = "bfloat16", policy: str = "full") -> CacheSpec:
     """Return a cache for the model with POOL_BYTES of keys and values on each device."""
+    kept = parse_policy(policy)
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=SEQS,
-        pages_per_seq=512, max_query_length=CHUNK, format=form, page_size=best_page_size(form),
+        pages_per_seq=512, max_query_length=CHUNK, format=form, page_size=best_page_size(form), policy=kept,
+        groups=config.num_kv_heads if kept.by_head else 1,
     )  # fmt: skip
     page = sizes.pool_bytes(CacheSpec(**shape, num_pages=1024)) // 1024
     return CacheSpec(**shape, num_pages=-(-POOL_BYTES * devices // page))
@@ -73,7 +77,9 @@ def state_of(spec: CacheSpec) -> State:
     )  # fmt: skip
 
 
-def compile_program(name: str, target: str, devices: int, form: str = "bfloat16") -> dict[str, Any]:
+def compile_program(
+    name: str, target: str, devices: int, form: str = "bfloat16", policy: str = "full"
+) -> dict[str, Any]:
     """Compile one program and return its row; all bytes are those of one device.
 
     Args:
@@ -81,13 +87,14 @@ def compile_program(name: str, target: str, devices: int, form: str = "bfloat16"
             over a few steps).
         target: a name in `deviceless.TARGETS`.
         form: of the pages.
+        policy: what the cache keeps, as the command line says it.
         devices: more than one lets the heads lie on different devices (`compile_model.TensorParallel`).
     """
     config = compile_model.llama_8b(_LAYERS.get(target, 32))
     model: Any = compile_model.abstract_decoder(config)
     if devices > 1:
         model = compile_model.TensorParallel(model, devices)
-    mesh, spec = mesh_of(target, devices), spec_of(config, devices, form)
+    mesh, spec = mesh_of(target, devices), spec_of(config, devices, form, policy)
     graph, weights = nnx.split(model)
     state = jax.eval_shape(lambda: state_of(spec))
     weights = compile_model.placed_by(compile_model.spread_of_weights(weights), weights, mesh)
@@ -106,17 +113,16 @@ def compile_program(name: str, target: str, devices: int, form: str = "bfloat16"
             chunk = whole(jnp.int32, CHUNK), whole(jnp.int32, SEQS), whole(bool, SEQS), whole(bool)
             traced = prefill_step.trace(graph, weights, state, *chunk)
         compiled = traced.lower().compile()
-    return _row(name, devices, form, compiled, (state.cache, donated))
+    return _row(name, dict(devices=devices, format=form, policy=policy), compiled, (state.cache, donated))
 
 
-def _row(name: str, devices: int, form: str, compiled: Any, given: tuple[Cache, Any]) -> dict[str, Any]:
+def _row(name: str, of: dict[str, Any], compiled: Any, given: tuple[Cache, Any]) -> dict[str, Any]:
     memory, text, (cache, donated) = compiled.memory_analysis(), compiled.as_text(), given
     pools = jax.tree.leaves([getattr(cache, of) for of in sizes.POOL])
     smallest = min(math.prod(of.sharding.shard_shape(of.shape)) for of in (*pools, *jax.tree.leaves(cache.open_keys)))
     row = dict(
         program=name,
-        devices=devices,
-        format=form,
+        **of,
         pool_bytes=bytes_on_a_device(pools),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
@@ -136,3 +142,6 @@ if __name__ == "__main__":
     for name in _QUANTIZED.get(chosen, ()):
         for program in ("prefill", "generate"):
             print(json.dumps(compile_program(program, chosen, 1, name)), flush=True)
+    for kept in _POLICIES.get(chosen, ()):
+        for program in ("prefill", "generate"):
+            print(json.dumps(compile_program(program, chosen, 1, policy=kept)), flush=True)

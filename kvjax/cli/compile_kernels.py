@@ -17,7 +17,7 @@ from kvjax.errors import InputError, whole_number
 _COLUMNS = dict(
     h200=("registers", "spills", "smem_bytes", "stages", "hgmma", "tma_loads", "floor_us"),
     tpu=("vmem_bytes", "smem_bytes", "stages", "pool_copies", "temp_bytes", "floor_us"),
-    loop=("devices", "format", "pool_bytes", "alias_bytes", "temp_bytes", "pool_copies", "kernels"),
+    loop=("devices", "format", "policy", "pool_bytes", "alias_bytes", "temp_bytes", "pool_copies", "kernels"),
 )
 # Of kvjax.benchmarks; those of one kind run side by side.
 _MODULES = dict(h200=("compile_kernels", "compile_mass", "compile_write"), tpu=("compile_tpu",), loop=("compile_loop",))
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 def _name(row: dict[str, Any]) -> str:
     if "kernel" in row:
         return f"{row['kernel']}, {row['shape']}"
-    return f"{row['program']}, devices: {row['devices']}, {row['format']} pages"
+    return f"{row['program']}, devices: {row['devices']}, {row['format']} pages, policy {row['policy']}"
 
 
 def _table(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:

@@ -44,6 +44,10 @@ class Budgeted(Policy):
     def in_chunks(self) -> bool:
         return self.prefill == "chunked"
 
+    @property
+    def bound(self) -> int | None:
+        return self.budget if self.in_decode else None
+
     def most_slots(self, prompt: int, new: int, chunk: int, page_size: int) -> int:
         peak = min(prompt, self.budget + chunk) if self.in_chunks else prompt
         if not self.in_decode:

@@ -39,9 +39,10 @@ class Random(Budgeted):
     def rank(self, held: Held):
         rows = held.positions.shape[:-1]
         step = jnp.broadcast_to(held.next_position, rows).reshape(-1)
-        number = jnp.arange(step.shape[0], dtype=jnp.int32)
         key = jax.random.key(self.seed)
-        keys = jax.vmap(lambda row, step: jax.random.fold_in(jax.random.fold_in(key, row), step))(number, step)
+        keys = jax.vmap(lambda row, step: jax.random.fold_in(jax.random.fold_in(key, row), step))(
+            held.number.reshape(-1), step
+        )
         drawn = jax.vmap(lambda key: jax.random.uniform(key, held.positions.shape[-1:]))(keys)
         stays = (held.age <= self.recent) | (held.place < self.sinks)
         return jnp.where(stays, jnp.inf, drawn.reshape(held.positions.shape)), self.budget - self.protected
