@@ -122,14 +122,14 @@ def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
 def _compact(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"]) -> Cache:
     """Drop all that is too much of rows, and move what is left to the row's first pages; layer by layer."""
     policy, several = cache.spec.policy, lengths > 1
-    # One token too many after one more is for the decode step's way, which moves nothing.
-    by_slot = policy.in_decode and not policy.by_page
+    # What one more token makes too much is for the decode step's way, which moves nothing.
+    spare = cache.spec.page_size if policy.by_page else 1
 
     def of_layer(layer, cache: Cache) -> Cache:
         here = layer[None]
         held = _held(cache, here, cache.spec.pages_per_seq)
         rank, excess = _ranked(cache, held, here)
-        is_over = several[None, None] | (by_slot & (excess > 1))
+        is_over = several[None, None] | (policy.in_decode & (excess > spare))
         chosen = ends[None, None] & (excess > 0) & is_over
 
         def compact(cache: Cache) -> Cache:
@@ -143,7 +143,7 @@ def _compact(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " s
     def of_all(cache: Cache) -> Cache:
         return lax.fori_loop(jnp.int32(0), jnp.int32(cache.spec.num_layers), of_layer, cache)
 
-    wanted = ends & (several | by_slot)
+    wanted = ends & (several | policy.in_decode)
     return lax.cond(wanted.any(), of_all, lambda cache: cache, cache)
 
 

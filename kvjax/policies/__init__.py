@@ -2,6 +2,7 @@
 
 from kvjax.policies.h2o import H2O as H2O
 from kvjax.policies.knorm import KNorm as KNorm
+from kvjax.policies.paged_eviction import PagedEviction as PagedEviction
 from kvjax.policies.parsing import POLICIES as POLICIES
 from kvjax.policies.parsing import parse_policy as parse_policy
 from kvjax.policies.random import Random as Random

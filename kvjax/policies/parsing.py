@@ -7,6 +7,7 @@ import dataclasses
 from kvjax.errors import InputError, shown
 from kvjax.policies.h2o import H2O
 from kvjax.policies.knorm import KNorm
+from kvjax.policies.paged_eviction import PagedEviction
 from kvjax.policies.random import Random
 from kvjax.policies.sliding_window import SlidingWindow
 from kvjax.policies.snapkv import SnapKV
@@ -15,7 +16,8 @@ from kvjax.policies.tova import TOVA
 from kvjax.policy import Policy
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, Random)
+    policy.name: policy
+    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Random)
 }
 
 

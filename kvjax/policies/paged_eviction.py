@@ -1,0 +1,64 @@
+"""PagedEviction (arXiv 2509.04377): whole pages by the norms of their values and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.errors import InputError
+from kvjax.policies.budget import Budgeted
+from kvjax.policy import Held, one_of
+
+if TYPE_CHECKING:
+    from kvjax.spec import CacheSpec
+
+SCORES = ("v_over_k", "inv_k", "v")
+_LEAST_NORM = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedEviction(Budgeted):
+    """Prunes prompts token by token, and drops one page whenever decode has filled one and is over budget.
+
+    A token's score is |v| / |k|, averaged over the heads that share its page; a page's is the mean over its tokens.
+    Lowest scores go first. The first page and the newest `page_size` tokens stay, so that only full pages are dropped
+    and a row holds at most a page more than its budget. Prompts are pruned after attention to the whole of them; a
+    prompt that ends with a step of one token, and is over budget by no more than a page, is left to decode.
+
+    Attributes:
+        budget: tokens, at least three pages.
+        score: "v_over_k" as in the paper, "inv_k" (1 / |k|) or "v" (|v|) as in its authors' code.
+    """
+
+    name: ClassVar[str] = "paged_eviction"
+    in_decode: ClassVar[bool] = True
+    by_page: ClassVar[bool] = True
+    score: str = "v_over_k"
+
+    def __post_init__(self):
+        super().__post_init__()
+        one_of("score", self.score, SCORES)
+
+    def check(self, spec: CacheSpec) -> None:
+        super().check(spec)
+        if self.budget < 3 * spec.page_size:
+            raise InputError(
+                f"budget {self.budget} of policy {self.name} is less than three pages of {spec.page_size} tokens, and "
+                f"the first and the last stay: give at least {3 * spec.page_size}"
+            )
+
+    def slot_state(self) -> dict[str, str]:
+        return dict(score="float32")
+
+    def write(self, k, v, kinds):
+        of_keys, of_values = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (k, v))
+        if self.score == "v":
+            return dict(score=of_values.mean(-1))
+        content = of_values if self.score == "v_over_k" else 1.0
+        return dict(score=(content / (of_keys + _LEAST_NORM)).mean(-1))
+
+    def rank(self, held: Held):
+        stays = (held.place < held.page_size) | (held.age <= held.page_size)
+        return jnp.where(stays, jnp.inf, held.slots["score"]), self.budget - 2 * held.page_size
