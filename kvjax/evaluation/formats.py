@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from kvjax import sizes
 from kvjax.batch import cache_spec
 from kvjax.errors import InputError, whole_number
 from kvjax.evaluation import passkey
-from kvjax.evaluation.quality import Comparison, Fake, Scores, Variant
+from kvjax.evaluation.quality import Comparison, Fake, Scores, Variant, perplexity
 from kvjax.evaluation.texts import Document, Text, excerpts
 from kvjax.formats import canonical_format
 from kvjax.kernels.formats import FORMATS
@@ -256,17 +255,9 @@ def quality(documents, scores, name: str, pooled: list[str]) -> dict[str, Any]:
 
 
 def _figures(windows: Sequence[tuple[Scores, Scores]]) -> dict[str, Any]:
-    """Figures of windows, each a pair of a cache's scores and those of full precision.
-
-    `ppl_ratio_error` is the standard error of `ppl_ratio` from the spread over windows; None for a single one.
-    """
-    own, full = zip(*windows, strict=True)
-    nll, exact = (np.concatenate([of.nll for of in side]).astype(np.float64) for side in (own, full))
-    ratio = math.exp(nll.mean() - exact.mean())
-    changes = [float((a.nll.astype(np.float64) - b.nll).mean()) for a, b in windows]
-    error = ratio * float(np.std(changes, ddof=1)) / math.sqrt(len(changes)) if len(changes) > 1 else None
-    return dict(
-        tokens=nll.size, ppl=math.exp(nll.mean()), ppl_ratio=ratio, ppl_ratio_error=error,
+    """Figures of windows, each a pair of a cache's scores and those of full precision."""
+    own = [a for a, _ in windows]
+    return perplexity([(a.nll, b.nll) for a, b in windows]) | dict(
         kl=float(np.concatenate([of.kl for of in own]).astype(np.float64).mean()),
         agreement=float(np.concatenate([of.agrees for of in own]).mean()),
-    )  # fmt: skip
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -105,8 +106,7 @@ class Comparison:
         sums = jnp.zeros((self.full.spec.num_layers, 2), jnp.float32)
         for chunk in self._chunks(document):
             caches, sums = _attention_sums(self.graph, self.weights, caches, chunk, sums, fake=variant.fake)
-        wrong, exact = np.asarray(sums, np.float64).T
-        return float(np.sqrt(wrong / exact).mean())
+        return relative_error(sums)
 
     def _chunks(self, document: Document):
         size, length = self.full.spec.max_query_length, len(document.tokens)
@@ -141,7 +141,24 @@ def _scores(graph, weights, cache, chunk, full, *, fake):
 def _attention_sums(graph, weights, caches, chunk, sums, *, fake):
     """Add squares of differences and of exact outputs, [layers, 2], to `sums`; returns the caches and them."""
     model = nnx.merge(graph, weights)
-    (full, exact_step), (other, step) = (_begin(model, cache, chunk) for cache in caches)
+    begun = tuple(_begin(model, cache, chunk) for cache in caches)
+    (full, other), sums = attention_squares(model, chunk.tokens, begun, sums, fake=fake)
+    return (end_step(full, begun[0][1])[0], end_step(other, begun[1][1])[0]), sums
+
+
+def attention_squares(model: Decoder, tokens: Int32[Array, " tokens"], begun, sums, *, fake: Fake | None = None):
+    """Run the layers over two caches, each layer of both given what the layers before made of the first one alone.
+
+    Args:
+        model: a decoder.
+        tokens: those of the step.
+        begun: two pairs of a cache and a step that it has begun; the first is the exact one.
+        sums: float32 [layers, 2], to which squares of differences and of exact outputs are added.
+        fake: what stands in for the second cache's format.
+
+    Returns: both caches, and the sums.
+    """
+    (full, exact_step), (other, step) = begun
 
     def attention(state, layer, q, k, v, *_):
         full, other, sums = state
@@ -150,8 +167,26 @@ def _attention_sums(graph, weights, caches, chunk, sums, *, fake):
         squares = [jnp.square(of.astype(jnp.float32)).sum() for of in (out - exact, exact)]
         return exact, (full, other, sums.at[layer].add(jnp.stack(squares)))
 
-    _, (full, other, sums) = model.hidden(chunk.tokens, attention, (full, other, sums))
-    return (end_step(full, exact_step)[0], end_step(other, step)[0]), sums
+    _, (full, other, sums) = model.hidden(tokens, attention, (full, other, sums))
+    return (full, other), sums
+
+
+def relative_error(sums: Float32[Array, "layers 2"]) -> float:
+    """Return |out - exact| / |exact| of sums of `attention_squares`, in the mean over the layers."""
+    wrong, exact = np.asarray(sums, np.float64).T
+    return float(np.sqrt(wrong / exact).mean())
+
+
+def perplexity(windows: Sequence[tuple[Float32[np.ndarray, " a"], Float32[np.ndarray, " a"]]]) -> dict[str, Any]:
+    """Return tokens, ppl, ppl_ratio and ppl_ratio_error of windows: -log p of a cache and of full precision, in nats.
+
+    `ppl_ratio_error` is the standard error of `ppl_ratio` from the spread over windows; None for a single one.
+    """
+    nll, exact = (np.concatenate(side).astype(np.float64) for side in zip(*windows, strict=True))
+    ratio = math.exp(nll.mean() - exact.mean())
+    changes = [float((own.astype(np.float64) - full).mean()) for own, full in windows]
+    error = ratio * float(np.std(changes, ddof=1)) / math.sqrt(len(changes)) if len(changes) > 1 else None
+    return dict(tokens=nll.size, ppl=math.exp(nll.mean()), ppl_ratio=ratio, ppl_ratio_error=error)
 
 
 @jax.jit
