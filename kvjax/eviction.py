@@ -20,6 +20,7 @@ from kvjax.placement import drop_pages, scrub, set_positions
 from kvjax.policy import Held
 
 _NONE = 2**31 - 1
+_LOWEST = float(np.finfo(np.float32).min)
 _ALL = slice(None)
 
 
@@ -62,6 +63,8 @@ def _held(cache: Cache, layers: slice | Int32[Array, " 1"], entries: int) -> Hel
 def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
     """Ranks of slots, infinite where nothing can be dropped, and how many tokens of each row are too many."""
     rank, allowed = cache.spec.policy.rank(held)
+    # A token whose score overflowed or is NaN is the first to go, not one that stays.
+    rank = jnp.where(rank == jnp.inf, rank, jnp.maximum(jnp.nan_to_num(rank, nan=_LOWEST), _LOWEST))
     has_none = jnp.asarray(np.array([window is None for window in cache.spec.layer_windows]))
     rank = jnp.where(held.used & has_none[layers, None, None, None], rank, jnp.inf)
     return rank, jnp.maximum(jnp.isfinite(rank).sum(-1, dtype=jnp.int32) - allowed, 0)
@@ -78,18 +81,22 @@ def _at(of_rows: Array, index: Int32[Array, "*rows"]) -> Array:
 
 
 def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array, "1 1 seqs"]) -> Cache:
-    """Empty the slot of lowest rank of rows that are over budget after one more token."""
+    """Empty the slot of lowest rank, but not the newest token's, of rows that are over budget after one more token."""
     size, held = cache.spec.page_size, _held(cache, _ALL, cache.spec.decode_entries)
     rank, excess = _ranked(cache, held, _ALL)
-    emptied = alone & (excess > 0)
+    rank = jnp.where(held.age > 1, rank, jnp.inf)
+    emptied = alone & (excess > 0) & jnp.isfinite(rank).any(-1)
     slot = _first_of_least(rank, held.age)
     ids = jnp.where(emptied, _at(cache.page_table, slot // size), 0)
     of_page = jnp.arange(size, dtype=jnp.int32)[None, None, None]
     left = jnp.where(of_page == (slot % size)[..., None], -1, cache.positions.at[ids].get(mode="promise_in_bounds"))
     cache = set_positions(cache, ids.reshape(-1), left.reshape(-1, size))
     assert cache.write_slot is not None
-    write_slot = jnp.where(emptied, slot, cache.next_slot)
-    return dataclasses.replace(cache, write_slot=jnp.where(lengths[None, None] > 0, write_slot, cache.write_slot))
+    brought = lengths[None, None]
+    # What several tokens have not filled is still empty, unless the row has been compacted.
+    still_empty = (brought > 1) & (cache.write_slot < cache.next_slot - brought)
+    write_slot = jnp.where(emptied, slot, jnp.where(still_empty, cache.write_slot, cache.next_slot))
+    return dataclasses.replace(cache, write_slot=jnp.where(brought > 0, write_slot, cache.write_slot))
 
 
 def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:

@@ -107,7 +107,7 @@ def _check_shortened(cache: Cache, row: tuple[int, int, int]) -> None:
     _require(hole is None or (0 <= hole < end and positions[hole] == -1), f"row {row} has its next slot empty")
     in_sequence = (tokens >= start).all() and (tokens < following).all()
     _require(bool(in_sequence) and len(set(tokens.tolist())) == tokens.size, f"row {row} has tokens of its sequence")
-    _require(spec.policy.by_page or following - 1 in tokens, f"row {row} has its newest token")
+    _require(hole is None or following - 1 in tokens, f"row {row} has its newest token")
     refcounts = np.asarray(cache.allocator.refcounts)
     for page, of_page in zip(ids, held, strict=False):
         _require(refcounts[page] == 1, f"page {page} of row {row}, which has dropped tokens, is its own")

@@ -57,5 +57,5 @@ class H2O(ByHead):
 
     def rank(self, held: Held):
         score = held.slots["score"]
-        score = score / jnp.maximum(held.age, 1) if self.normalize == "mean" else score
+        score = score / jnp.maximum(held.age, 1).astype(jnp.float32) if self.normalize == "mean" else score
         return jnp.where(held.age <= self.protected, jnp.inf, score), self.budget - self.protected

@@ -74,10 +74,13 @@ def advance(cache: Cache, lengths, *, index=None, num_tokens=24, max_query_lengt
 
 @functools.cache
 def program(num_tokens: int, max_query_length: int, static_layer: bool = False, **options):
-    """Compiled step with attention: (cache, lengths, index, q, k, v, sinks) -> (cache, out [layers, ...], report)."""
+    """Compiled step with attention: (cache, lengths, said, q, k, v, sinks) -> (cache, out [layers, ...], report).
 
-    def run(cache, lengths, index, q, k, v, sinks):
-        cache, step = begin_step(cache, lengths, num_tokens=num_tokens, max_query_length=max_query_length, index=index)
+    `said` is what else `begin_step` takes: index, prompt_ends.
+    """
+
+    def run(cache, lengths, said, q, k, v, sinks):
+        cache, step = begin_step(cache, lengths, num_tokens=num_tokens, max_query_length=max_query_length, **said)
 
         def body(cache, of_layer):
             layer, q, k, v = of_layer
@@ -109,7 +112,7 @@ def poison[C: (Cache, PooledCache)](cache: C) -> C:
 @jit
 def _poison(cache: Cache) -> Cache:
     free = (cache.allocator.refcounts == 0).at[0].set(False)
-    unused = (free[:, None] | (cache.positions < 0))[:, None]
+    unused = _but_holes(cache, free[:, None] | (cache.positions < 0))[:, None]
 
     def spoil(pool, where=unused):
         # The bits of NaN in 8-bit floats, or large numbers.
@@ -124,6 +127,21 @@ def _poison(cache: Cache) -> Cache:
         positions=jnp.where(free[:, None], 0, cache.positions),
         page_span=jnp.where(free[:, None], 0, cache.page_span),
     )
+
+
+def _but_holes(cache: Cache, unused):
+    """Unused slots, but of rows with a slot that a policy has emptied those that the next step does not zero.
+
+    These are that slot, where the step brings several tokens, and those behind the last token, where it brings one.
+    """
+    if cache.write_slot is None:
+        return unused
+    hole = cache.write_slot < cache.next_slot
+    for slot in (cache.write_slot, cache.next_slot - 1):
+        page = slot[..., None] // cache.spec.page_size
+        ids = jnp.take_along_axis(cache.page_table, page, axis=-1, mode="clip")[..., 0]
+        unused = unused.at[jnp.where(hole, ids, 0)].set(False)
+    return unused.at[0].set(True)
 
 
 def _poison_open(cache: Cache, spoil, unused) -> Cache:
@@ -197,17 +215,18 @@ class Twin:
         k, v = (self.draw(spec.num_layers, count, spec.num_kv_heads, spec.head_dim) for _ in range(2))
         return q, k, v
 
-    def run(self, lengths, qkv, *, num_tokens, max_query_length, index=None):
-        """Run one compiled step over given tokens (padded with NaN), without judging it."""
+    def run(self, lengths, qkv, *, num_tokens, max_query_length, index=None, ends=None):
+        """Run one compiled step over given tokens (padded with NaN), without judging it; `ends` is `prompt_ends`."""
         padding = ((0, 0), (0, num_tokens - qkv[0].shape[1]), (0, 0), (0, 0))
         padded = [jnp.asarray(np.pad(part, padding, constant_values=np.nan)) for part in qkv]
         options: dict[str, Any] = dict(rotary=self.rotary, scale=self.scale, soft_cap=self.soft_cap)
         options |= dict(implementation=self.implementation)
         indexed = np.zeros(self.spec.max_seqs, bool)
         indexed[list(index or [])] = True
+        said = dict(index=jnp.asarray(indexed), prompt_ends=None if ends is None else jnp.asarray(np.array(ends, bool)))
         sinks = None if self.sinks is None else jnp.asarray(self.sinks)
         compiled = program(num_tokens, max_query_length, self.static_layer, **options)
-        self.cache, out, report = compiled(self.cache, ids(lengths), jnp.asarray(indexed), *padded, sinks)
+        self.cache, out, report = compiled(self.cache, ids(lengths), said, *padded, sinks)
         return np.asarray(out), report
 
     def step(self, lengths, *, num_tokens=24, max_query_length=20, index=None, qkv=None):
