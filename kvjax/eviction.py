@@ -38,7 +38,8 @@ def evict(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs
         return cache
     rows = cache.policy_state["rows"]
     if not is_decode and rows:
-        kept = policy.settle(rows, cache.lengths, ends & (lengths > 1))
+        free = [layer for layer, window in enumerate(cache.spec.layer_windows) if window is None]
+        kept = policy.settle(rows, ends & (lengths > 1), free)
         cache = dataclasses.replace(cache, policy_state=cache.policy_state | dict(rows=dict(kept)))
     ends = (ends | policy.in_chunks) & (lengths > 0)
     if not is_decode:

@@ -8,7 +8,7 @@ otherwise: for most, `write` or `observe` give every token a score, and `rank` s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -182,13 +182,13 @@ class Policy:
         """Return what is held of a layer, with new `slots` and `rows`, after the attention of a step."""
         return held
 
-    def settle(self, rows: dict[str, Array], lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs"]) -> State:
+    def settle(self, rows: dict[str, Array], ends: Bool[Array, " seqs"], layers: Sequence[int]) -> State:
         """Return the state of all rows, [layers, groups, seqs] by name, after the layers of a step have run.
 
         Args:
             rows: as `observe` left it.
-            lengths: tokens that each sequence has seen.
             ends: whether the step ended a prompt.
+            layers: those without a window, of which tokens are dropped.
         """
         return rows
 

@@ -55,8 +55,7 @@ class Budgeted(Policy):
         return max(peak, min(prompt + new, self.budget + (page_size if self.by_page else 1)))
 
     def check(self, spec: CacheSpec) -> None:
-        if all(window is not None for window in spec.layer_windows):
-            raise InputError(f"policy {self.name} drops tokens of layers without a window, and every layer has one")
+        need_free_layer(self, spec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,3 +84,37 @@ class ByHead(Budgeted):
                 f"policy {self.name} chooses tokens for each KV head, and {spec.heads_per_group} share a page: give "
                 f"groups={spec.num_kv_heads}, or heads=mean to choose for all of them together"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtPromptEnd(Policy):
+    """A policy that judges a prompt by its end and has no budget for each row of its own.
+
+    Attributes:
+        prefill: "exact": such a policy has no other.
+    """
+
+    edits: ClassVar[bool] = True
+    prefill: str = "exact"
+
+    def __post_init__(self):
+        one_of("prefill", self.prefill, PREFILLS)
+        if self.prefill == "chunked":
+            raise no_chunks(self)
+
+    def check(self, spec: CacheSpec) -> None:
+        need_free_layer(self, spec)
+
+
+def need_free_layer(policy: Policy, spec: CacheSpec) -> None:
+    """Raise InputError if every layer has a window, so that a policy that drops tokens has nothing to do."""
+    if all(window is not None for window in spec.layer_windows):
+        raise InputError(f"policy {policy.name} drops tokens of layers without a window, and every layer has one")
+
+
+def no_chunks(policy: Policy) -> InputError:
+    """What to say of prefill=chunked to a policy that judges a prompt by its end."""
+    return InputError(
+        f"prefill is 'chunked', and policy {policy.name} judges a prompt by its end: give prefill=exact, or use "
+        "h2o, tova, knorm, random or paged_eviction"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.errors import InputError, shown
+from kvjax.policies.entropy import Entropy
 from kvjax.policies.h2o import H2O
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.paged_eviction import PagedEviction
@@ -17,7 +18,7 @@ from kvjax.policy import Policy
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Random)
+    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Entropy, Random)
 }
 
 

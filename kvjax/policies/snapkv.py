@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.errors import InputError, whole_number
-from kvjax.policies.budget import ByHead
+from kvjax.policies.budget import ByHead, no_chunks
 from kvjax.policy import Held, Seen
 
 
@@ -35,7 +35,8 @@ class SnapKV(ByHead):
         if self.kernel % 2 == 0:
             raise InputError(f"kernel {self.kernel} is even: give an odd number, so that it has a middle")
         super().__post_init__()
-        refuse_chunks(self)
+        if self.in_chunks:
+            raise no_chunks(self)
 
     @property
     def protected(self) -> int:
@@ -62,12 +63,3 @@ def pooled(scores, kernel: int):
     """Average over neighbours along the last axis, with zeros beyond the ends."""
     window, padding = (1,) * (scores.ndim - 1) + (kernel,), ((0, 0),) * (scores.ndim - 1) + ((kernel // 2,) * 2,)
     return lax.reduce_window(scores, 0.0, lax.add, window, (1,) * scores.ndim, padding) / kernel
-
-
-def refuse_chunks(policy: ByHead) -> None:
-    """Raise InputError for a policy whose prompts cannot be compressed chunk by chunk."""
-    if policy.in_chunks:
-        raise InputError(
-            f"prefill is 'chunked', and policy {policy.name} judges a prompt by its end: give prefill=exact, or use "
-            "h2o, tova, knorm, random or paged_eviction"
-        )
