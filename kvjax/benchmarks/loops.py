@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache import Cache, init_cache
 from kvjax.kernels.formats import Stored, encode
 from kvjax.models.decoder import Decoder
+from kvjax.policy import Policy
 from kvjax.rotary import apply
 from kvjax.sequences import truncate
 from kvjax.spec import CacheSpec, pages_for
@@ -110,13 +111,19 @@ def empty_contiguous(model: Decoder, batch: int, context: int, dtype: str) -> Co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One place to measure at: sequences, tokens of each at the end, steps to time, page format and page size."""
+    """One place to measure at: sequences, tokens of each at the end, steps to time, pages and what is kept in them."""
 
     batch: int
     context: int
     steps: int
     dtype: str
     page_size: int = 16
+    policy: Policy = Policy()
+
+    @property
+    def stays_full(self) -> bool:
+        """Whether the policy holds rows at the context, so that there is no going back before a measurement."""
+        return self.policy.in_decode or self.policy.window_size is not None
 
 
 class ContiguousEngine:
@@ -146,17 +153,20 @@ class PagedEngine:
         self._point, self._tokens = point, _first_tokens(model, point)
         self.graph, self.weights = nnx.split(model)
         self.state: Any = _random_cache(paged_spec(model, point, pool, table))
-        kept = point.context - point.steps
+        kept = point.context - (0 if point.stays_full else point.steps)
         for begin in range(0, kept, _FILL_CHUNK):
             chunk = min(_FILL_CHUNK, kept)
             lengths = jnp.full(point.batch, min(chunk, kept - begin), jnp.int32)
             self.state = _append(self.state, lengths, chunk)
 
     def __call__(self) -> float:
-        everyone = jnp.arange(self._point.batch, dtype=jnp.int32)
-        self.state = _rewind(self.state, everyone, jnp.full_like(everyone, self._point.context - self._point.steps))
+        if not self._point.stays_full:
+            everyone = jnp.arange(self._point.batch, dtype=jnp.int32)
+            self.state = _rewind(self.state, everyone, jnp.full_like(everyone, self._point.context - self._point.steps))
+        before = np.asarray(self.state.lengths)
         seconds = _time(self, advance_paged, self._tokens, self._point.steps)
-        assert (np.asarray(self.state.lengths) == self._point.context).all(), "the measured steps found no pages"
+        gained = np.asarray(self.state.lengths) - before
+        assert (gained == self._point.steps).all(), "the measured steps found no pages"
         return seconds
 
 
@@ -166,11 +176,14 @@ def paged_spec(model: Decoder, point: Point, pool: int = 1, table: int = 1) -> C
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         windows=config.windows, max_seqs=point.batch, max_query_length=min(_FILL_CHUNK, point.context),
-        format=point.dtype, page_size=point.page_size, rollback=point.steps,
+        format=point.dtype, page_size=point.page_size, rollback=0 if point.stays_full else point.steps,
+        policy=point.policy, groups=config.num_kv_heads if point.policy.by_head else 1,
     )  # fmt: skip
     small = CacheSpec(**shape, num_pages=2**30, pages_per_seq=2**20)
-    pages = max(pages_for(point.context, small.page_size), *small.window_rings, 1)
-    return CacheSpec(**shape, num_pages=pool * point.batch * config.num_layers * pages + 1, pages_per_seq=pages * table)
+    slots = point.policy.most_slots(point.context, point.steps if point.stays_full else 0, 1, small.page_size)
+    pages = max(pages_for(slots, small.page_size), *small.window_rings, 1)
+    of_all = point.batch * config.num_layers * small.groups * pages
+    return CacheSpec(**shape, num_pages=pool * of_all + 1, pages_per_seq=pages * table)
 
 
 def _first_tokens(model: Decoder, point: Point) -> Int32[Array, " seqs"]:

@@ -14,13 +14,20 @@ def main(argv: Sequence[str]) -> int:
     """Run `kvjax benchmark`; returns the exit code. Raises InputError for values out of range."""
     args = _parser().parse_args(argv)
     # Late, so that --help and a wrong flag cost no start of JAX.
-    from kvjax.benchmarks import decode, formats
+    from kvjax.benchmarks import decode, formats, policies
     from kvjax.models.loading import load
 
     common: dict[str, Any] = dict(
-        model=args.model, dtype=args.dtype, batches=tuple(dict.fromkeys(args.batch)), new_tokens=args.new_tokens,
-        repeats=args.repeats, peers=args.peers,
-    )  # fmt: skip
+        dtype=args.dtype, batches=tuple(dict.fromkeys(args.batch)), new_tokens=args.new_tokens, repeats=args.repeats
+    )
+    if args.benchmark == "policies":
+        chosen = dict() if args.policies is None else dict(policies=tuple(args.policies))
+        of_policies = policies.Settings(**common, **chosen, context=args.context)
+        model = load(args.model, args.dtype, notify=arguments.progress)
+        report = policies.run(model.decoder, of_policies, arguments.progress)
+        print(json.dumps(report, indent=2) if args.json else _table(report))
+        return 0
+    common |= dict(model=args.model, peers=args.peers)
     if args.benchmark == "formats":
         given: dict[str, Any] = {} if args.formats is None else dict(formats=tuple(args.formats))
         settings = formats.Settings(**common, **given, context=args.context)
@@ -69,10 +76,25 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=int, default=1024, metavar="N",
         help="tokens of a sequence at the end of a measurement (default: %(default)s)",
     )  # fmt: skip
+    policies = commands.add_parser(
+        "policies",
+        help="time of a decode step with a cache that a policy keeps full",
+        description="Time of a decode step with a cache that holds as many tokens as the context under each policy, "
+        "over that of one that keeps all; policies take turns, and ratios are medians of those of neighbours.",
+        epilog=arguments.cache_note(),
+    )
+    _add_flags(policies, peers=False)
+    policies.add_argument(
+        "--policies", nargs="+", metavar="NAME[:key=value,...]",
+        help="as --policy of kvjax generate; a budget or window that is not named is the context",
+    )  # fmt: skip
+    policies.add_argument(
+        "--context", type=int, default=1024, metavar="N", help="tokens that a sequence holds (default: %(default)s)"
+    )
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
     """Add what the benchmarks have in common."""
     arguments.add_model(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences (default: 1 8)")
@@ -82,7 +104,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="measurements of each engine (default: %(default)s)"
     )
-    parser.add_argument("--peers", action="store_true", help="compare with the engines that `make peers` has set up")
+    if peers:
+        parser.add_argument("--peers", action="store_true", help="compare with the engines `make peers` has set up")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
