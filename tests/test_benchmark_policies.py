@@ -16,7 +16,7 @@ from kvjax.policies import H2O, Streaming
 def test_rows_hold_the_context_and_ratios_are_of_a_cache_that_keeps_all(monkeypatch, capsys):
     model = types.SimpleNamespace(decoder=tiny_decoder(num_layers=1))
     monkeypatch.setattr(loading, "load", lambda name, dtype, notify: model)
-    flags = ("--policies", "streaming", "tova", "--context", "24", "--new-tokens", "4", "--batch", "2", "--repeats", "1")
+    flags = ("--policies", "streaming", "tova", "--context=24", "--new-tokens=4", "--batch=2", "--repeats=1")
     assert cli.main(["benchmark", "policies", "--json", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["engine"] for row in report["rows"]] == ["full", "streaming", "tova"]
