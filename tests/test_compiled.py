@@ -16,6 +16,7 @@ from helpers.programs import POOL_BYTES, faults, lowered
 import kvjax
 from kvjax import batch, decoding, sizes
 from kvjax.benchmarks.compile_checks import whole_pool_operations
+from kvjax.policies import H2O, PagedEviction
 
 DEVICELESS = Path(__file__).parent / "deviceless" / "decode_memory.py"
 
@@ -25,6 +26,19 @@ DEVICELESS = Path(__file__).parent / "deviceless" / "decode_memory.py"
 def test_the_pool_is_updated_in_place(name, scan):
     program, spec = lowered(name, scan=scan)
     assert 0.99 * POOL_BYTES < sizes.pool_bytes(spec) <= POOL_BYTES
+    assert not faults(program.compile(), spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("while", H2O(budget=48, heads="mean")),
+        ("prefill", H2O(budget=48, heads="mean")),
+        ("while", PagedEviction(budget=64)),
+    ],
+)
+def test_policies_change_the_pool_in_place(name, policy):
+    program, spec = lowered(name, scan=True, policy=policy)
     assert not faults(program.compile(), spec)
 
 

@@ -18,11 +18,13 @@ from kvjax.benchmarks.compile_checks import whole_pool_operations
 from kvjax.cache import init_cache
 from kvjax.decoding import Chosen, decode_scan, decode_while, prefill_step
 from kvjax.options import Options
+from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
 
 POOL_BYTES = 1 << 30  # beside it the 32 MB of workspace that cuBLAS wants on an H200 are little
 SEQS, CHUNK = 4, 64
+KEEPS_ALL = Policy()
 
 
 def _one_step(graph, weights, cache, token):
@@ -33,12 +35,13 @@ def _one_step(graph, weights, cache, token):
     return end_step(cache, step)[0], logits.argmax(-1)
 
 
-def pool_spec(model, page_format: str) -> CacheSpec:
+def pool_spec(model, page_format: str, policy: Policy) -> CacheSpec:
     """A cache for `model` with 256 MB of keys and values."""
     config = model.config
     shape: dict[str, Any] = dict(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, max_seqs=SEQS,
         pages_per_seq=32, max_query_length=CHUNK, format=page_format, windows=config.windows,
+        policy=policy,
     )  # fmt: skip
     page = sizes.pool_bytes(CacheSpec(**shape, num_pages=1000)) // 1000
     return CacheSpec(**shape, num_pages=POOL_BYTES // page)
@@ -50,19 +53,23 @@ def model_for_programs(*, scan: bool, dtype: str = "float32"):
     return tiny_decoder(scan=scan, dtype=dtype, num_layers=3, windows=(None, 100, None), **changes)
 
 
-def lowered(name: str, *, scan: bool, dtype: str = "float32", place: Callable[[Any], Any] = lambda shapes: shapes):
+def lowered(
+    name: str, *, scan: bool, dtype: str = "float32", policy: Policy = KEEPS_ALL,
+    place: Callable[[Any], Any] = lambda shapes: shapes,
+):  # fmt: skip
     """Lower one program.
 
     Args:
         name: step, while, scan or prefill.
         scan: whether the model scans over its layers.
         dtype: of model and pages.
+        policy: what the cache keeps.
         place: is applied to all arguments (as shapes), to give them a device.
 
     Returns: the lowered program, and the spec of its cache.
     """
     model = model_for_programs(scan=scan, dtype=dtype)
-    spec = pool_spec(model, dtype)
+    spec = pool_spec(model, dtype, policy)
     run = Batch(model, [[1]] * SEQS, Options(max_new_tokens=8, format=dtype))
     with unchecked_shapes():
         state = dataclasses.replace(run.state, cache=jax.eval_shape(lambda: init_cache(spec)))
