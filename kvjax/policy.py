@@ -137,7 +137,9 @@ class Policy:
     @property
     def last_chunk(self) -> int:
         """How many of the last tokens of a prompt its last chunk must hold: `ALL` for the whole prompt."""
-        return 0 if self.every_chunk or self.in_chunks else self.prompt_queries
+        queries = 0 if self.every_chunk or self.in_chunks else self.prompt_queries
+        # A token that comes alone is taken for one of decode.
+        return queries if self.in_decode or not self.edits else max(queries, 2)
 
     @property
     def by_head(self) -> bool:

@@ -309,11 +309,16 @@ MIXED = (
 )
 
 
-def run_mixed(twin: PolicyTwin) -> None:
-    """Take the steps of MIXED and hold the rows to their pages wherever no prompt is unfinished."""
+def run_mixed(twin: PolicyTwin, *, as_prompts: bool = False) -> None:
+    """Take the steps of MIXED and hold the rows to their pages wherever no prompt is unfinished.
+
+    Lone tokens may come as if each ended a prompt, which is the same to policies that drop nothing in decode.
+    """
     assert twin.rule is not None
     unfinished = set()
     for shape, lengths, ends in MIXED:
+        if as_prompts and ends is None:
+            shape, ends = PREFILL, [True] * 4
         assert bool(twin.step(lengths, **shape, ends=ends).ok)
         if ends is not None:
             unfinished |= {i for i in range(4) if lengths[i] and not ends[i]}

@@ -41,7 +41,6 @@ def test_special_tokens(kind):
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        (dict(normalize="mean"), dict(normalize="mean")),
         (dict(normalize="mean", recent=0), dict(normalize="mean", recent=0)),
         (dict(recent=1, prefill="chunked"), dict(recent=1, in_chunks=True)),
     ],
