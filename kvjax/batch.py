@@ -24,16 +24,20 @@ from kvjax.spec import CacheSpec, bucket, pages_for
 
 
 class Batch:
-    """A batch on its way: the split model, the donated state, and what has been chosen."""
+    """A batch on its way: the split model and the donated state.
 
-    def __init__(self, model: nnx.Module | LanguageModel, prompts: Prompts, options: Options):
-        module, eos_ids = _parts(model)
+    `collects` says whether all that is chosen will be kept, which takes memory too.
+    """
+
+    def __init__(self, model: nnx.Module | LanguageModel, prompts: Prompts, options: Options, *, collects: bool = True):
+        module, eos_ids = parts_of(model)
         vocab: int = module.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
         self.prompts, self.limits, self.options = checked(prompts, options, vocab)
         self.stop_ids = list(eos_ids if options.stop_ids is None else self.options.stop_ids or ())
         self.spec = cache_spec(module, [len(prompt) for prompt in self.prompts], self.limits, self.options)
         self.graph, self.weights = nnx.split(module)
         self.num_logprobs = -1 if self.options.logprobs is None else self.options.logprobs
+        self._collects = collects
         if (memory := _memory()) is not None and self._bytes > memory:
             raise self._too_large(f"there are {memory / 1e9:.1f} GB of memory")
         with self.within_memory():
@@ -41,9 +45,9 @@ class Batch:
 
     @property
     def _bytes(self) -> int:
-        """Bytes of the cache and of the buffers of what is chosen."""
-        buffers = len(self.limits) * bucket(max(self.limits)) * (8 + 8 * (self.num_logprobs + 1))
-        return sizes.cache_bytes(self.spec) + buffers
+        """Bytes of the cache and, where that is collected, of what is chosen."""
+        places = bucket(max(self.limits)) if self._collects else 0
+        return sizes.cache_bytes(self.spec) + len(self.limits) * places * (8 + 8 * (self.num_logprobs + 1))
 
     def _too_large(self, reason: str) -> InputError:
         return InputError(
@@ -133,7 +137,7 @@ class Batch:
         return bool((np.asarray(self.state.finish) == Finish.RUNNING).any())
 
 
-def _parts(model: object) -> tuple[nnx.Module, Sequence[int]]:
+def parts_of(model: object) -> tuple[nnx.Module, Sequence[int]]:
     """Return the module to run, and the ids that end its text."""
     if isinstance(model, LanguageModel):
         return model.decoder, model.tokenizer.eos_ids

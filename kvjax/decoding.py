@@ -105,10 +105,10 @@ def _run(model, state: State, tokens, lengths, longest: int, num_logprobs: int, 
 
 # Products by cuBLAS: before one in Triton, XLA copies a layer's weights out of the stack that a scan over layers reads
 # (436 MB a layer of Llama-3.1-8B, in every step). It says nothing to other devices.
-_jit = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_triton_gemm": False})
+jit = functools.partial(jax.jit, compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
-@functools.partial(_jit, static_argnames=("graph", "num_logprobs"), donate_argnames="state")
+@functools.partial(jit, static_argnames=("graph", "num_logprobs"), donate_argnames="state")
 def prefill_step(
     graph: Any,
     weights: Any,
@@ -137,7 +137,7 @@ def _decode_step(model, state: State, num_logprobs: int) -> tuple[State, Chosen]
     return _run(model, state, None, running.astype(jnp.int32), 1, num_logprobs, running, True)[:2]
 
 
-@functools.partial(_jit, static_argnames=("graph", "num_logprobs"), donate_argnames=("state", "out"))
+@functools.partial(jit, static_argnames=("graph", "num_logprobs"), donate_argnames=("state", "out"))
 def decode_while(
     graph: Any, weights: Any, state: State, out: Chosen, most: Int32[Array, ""], *, num_logprobs: int = -1
 ) -> tuple[State, Chosen]:
@@ -168,7 +168,7 @@ def decode_while(
     return jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, out))[1:]
 
 
-@functools.partial(_jit, static_argnames=("graph", "steps", "num_logprobs"), donate_argnames="state")
+@functools.partial(jit, static_argnames=("graph", "steps", "num_logprobs"), donate_argnames="state")
 def decode_scan(graph: Any, weights: Any, state: State, *, steps: int, num_logprobs: int = -1) -> tuple[State, Chosen]:
     """Run a fixed number of decode steps; returns the state and what each step chose, [steps, seqs]."""
     model = nnx.merge(graph, weights)

@@ -209,7 +209,8 @@ def stream(
 ) -> Iterator[list[Streamed]]:
     """Yield tokens as they are chosen: after each prefill chunk, then after every `steps` decode steps (one scan).
 
-    The state is donated from scan to scan. Closing the iterator ends the generation. Mistakes are found by the call.
+    The state is donated from scan to scan. Where the policy bounds what a sequence holds (`streaming`), memory does
+    not depend on `max_new_tokens`. Closing the iterator ends the generation. Mistakes are found by the call.
 
     Args:
         model, prompts, options, progress: as for `generate`.
@@ -219,7 +220,7 @@ def stream(
 
     Raises: as `generate`.
     """
-    run = Batch(model, prompts, options or Options())
+    run = Batch(model, prompts, options or Options(), collects=False)
     return _stream(run, whole_number("steps", steps, 1), progress)
 
 

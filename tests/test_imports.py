@@ -43,6 +43,8 @@ FLOORS = {
     "kvjax.decoding": 3,
     "kvjax.options": 3,
     "kvjax.sampling": 3,
+    "kvjax.snapshots": 3,
+    "kvjax.streaming": 3,
     "kvjax.models": 3,
     "kvjax.engine": 4,
     "kvjax.tiers": 4,
