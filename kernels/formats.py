@@ -128,7 +128,7 @@ def encode(
             return jnp.round(codes).astype(form.dtype), (scale,)
         return lax.bitcast_convert_type(codes.astype(form.bits_of), form.dtype), (scale,)
     limit = float(jnp.finfo(form.scale_dtype).max)
-    minimum = _rounded_down(jnp.clip(x.min(axis), -limit, limit), form)
+    minimum = rounded_down(jnp.clip(x.min(axis), -limit, limit), form.scale_dtype)
     scale = _stored_scale((x.max(axis) - minimum.astype(jnp.float32)) / form.largest, form)
     codes = (x - _of_values(minimum, form)) / _of_values(scale, form)
     codes = jnp.clip(jnp.round(codes), 0, form.largest).astype(jnp.uint8)
@@ -136,9 +136,9 @@ def encode(
     return low | (high << jnp.uint8(4)), (scale, minimum)
 
 
-def _rounded_down(x: Float[Array, "*shape"], form: Format) -> Float[Array, "*shape"]:
-    """The greatest number of the scales' dtype that is not above: no value lies below its minimum."""
-    near = x.astype(form.scale_dtype)
+def rounded_down(x: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
+    """The greatest number of a dtype that is not above: no value lies below its minimum."""
+    near = x.astype(dtype)
     return jnp.where(near.astype(jnp.float32) > x, jnp.nextafter(near, jnp.full_like(near, -jnp.inf)), near)
 
 

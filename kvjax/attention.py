@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer
@@ -19,7 +20,7 @@ from kvjax.errors import InputError, shown, whole_number
 from kvjax.implementations import candidates, run_first
 from kvjax.kernels.formats import rotate
 from kvjax.kernels.paged_attention import Queries, Rows
-from kvjax.observation import decode_logits, note_attention, note_written
+from kvjax.observation import decode_logits, note_attention, note_written, pages_to_read, reads_some
 from kvjax.placement import end_slot
 from kvjax.rotary import Rotary
 from kvjax.spec import CacheSpec
@@ -86,11 +87,11 @@ def attend[C: (Cache, PooledCache)](
     )
     named = (("k_scale", k_scale), ("v_scale", v_scale))
     new = tuple((x, _of_heads(cache.spec, *scale)) for x, scale in zip((k, v), named, strict=True))
+    given = (q, of_sinks, new, implementation, options, reads_some(cache.spec, step, layer))
     if not isinstance(cache, PooledCache):
-        return _attend(cache, step, layer, q, of_sinks, new, implementation, options)
+        return _attend(cache, step, layer, *given)
     number, within = cache.spec.place_of(int(layer))
-    pool, of_pool = cache.of_pools[number], step.of_pool(number)
-    out, changed = _attend(pool, of_pool, within, q, of_sinks, new, implementation, options)
+    out, changed = _attend(cache.of_pools[number], step.of_pool(number), within, *given)
     return out, cache.with_pools(changed if i == number else of for i, of in enumerate(cache.of_pools))
 
 
@@ -122,7 +123,7 @@ def _of_heads(spec: CacheSpec, name: str, scale) -> Float[Array, "groups 1 heads
     return jnp.broadcast_to(given, spec.num_kv_heads).reshape(spec.groups, 1, -1)
 
 
-def _attend(cache: Cache, step: Step, layer, q, of_sinks, new, implementation: str | None, options: dict[str, Any]):
+def _attend(cache: Cache, step: Step, layer, q, of_sinks, new, implementation, options: dict[str, Any], lists_pages):
     """Write rotated keys, and values, with their scales, and attend rotated queries."""
     names = candidates(cache.spec, q.shape[1], str(q.dtype), implementation)
     cache = write(cache, step.writes, step.valid, layer, new, in_kernel=names[0] == "hopper")
@@ -132,7 +133,10 @@ def _attend(cache: Cache, step: Step, layer, q, of_sinks, new, implementation: s
     where, last = (_rows(cache, step, layer), _queries(cache, step)), decode_logits(cache, step)
     arguments = (q, *cache.stored, cache.positions, *where)
     of_call = options | dict(sink_query=of_sinks, last_logits=last)
-    attention = run_first(names, arguments, cache.open_keys, of_call, step.plan)
+    by = lambda **listed: run_first(names, arguments, cache.open_keys, of_call | listed, step.plan)  # noqa: E731
+    by_list = lambda: by(page_list=pages_to_read(cache, step, layer, q))  # noqa: E731
+    is_known = isinstance(lists_pages, bool)
+    attention = (by_list if lists_pages else by)() if is_known else lax.cond(lists_pages, by_list, by)
     cache = note_attention(cache, step, layer, q, attention, where, options, in_kernel=names[0] == "hopper")
     return rotate(attention.out) if cache.spec.value_form.is_rotated else attention.out, cache
 

@@ -78,7 +78,8 @@ class Cache:
         write_slot: int32 [layers, groups, seqs], logical slot of the next token where that comes alone: one that the
             policy has emptied, or `next_slot`. None for policies that empty none.
         next_position, start_position: int32 [seqs].
-        policy_state: what the policy keeps: of slots [pages, page_size] each, and of rows [layers, groups, seqs] each.
+        policy_state: what the policy keeps: of slots [pages, page_size] each, of pages [pages, ...] each, and of rows
+            [layers, groups, seqs] each.
         allocator: the free pages and reference counts.
         status: int32 [], bits of `Status`.
         spec: the static description.
@@ -118,8 +119,14 @@ class Cache:
         keys = Stored(self.keys, self.key_scales, self.spec.key_form)
         return keys, Stored(self.values, self.value_scales, self.spec.value_form)
 
+    def map_pages(self, function: Callable[[Array], Array]) -> Cache:
+        """Apply a function to every array that holds something by page, whatever it holds of one."""
+        kept = dict(pages=jax.tree.map(function, self.policy_state["pages"]))
+        cache = self.map_pool(function)
+        return dataclasses.replace(cache, policy_state=cache.policy_state | kept)
+
     def map_pool(self, function: Callable[[Array], Array]) -> Cache:
-        """Apply a function to every array that holds keys, values, their scales or what a policy keeps, by page."""
+        """Apply a function to every array that holds keys, values, their scales or what a policy keeps of slots."""
         pool = {name: jax.tree.map(function, getattr(self, name)) for name in sizes.POOL}
         # As if of one head, so that slots stand where they do in pages of vectors.
         of_slots = lambda array: function(array[:, None])[:, 0]  # noqa: E731

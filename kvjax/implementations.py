@@ -134,8 +134,10 @@ def _on_host(arguments, open_keys: Array | None, options: dict[str, Any]) -> Att
         return jax.tree.map(lambda like, array: np.asarray(array, like.dtype), like, (of.out, of.lse, of.slot_logits))
 
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
-    slots = arguments[3].shape[1] * rows.page_table.shape[-1]
+    listed = options.get("page_list")
+    slots = arguments[3].shape[1] * (rows.page_table if listed is None else listed).shape[-1]
     logits = shape(jnp.float32, rows.page_table.shape[2], last, q.shape[1], slots) if last else None
     like: Any = (shape(q.dtype, *q.shape), shape(jnp.float32, *q.shape[:2]), logits)
-    given = {name: options[name] for name in ("sink_logits", "sink_query")} | dict(open_keys=open_keys)
+    given = {name: options[name] for name in ("sink_logits", "sink_query")}
+    given |= dict(open_keys=open_keys, page_list=listed)
     return Attention(*jax.pure_callback(attend, like, arguments, given))

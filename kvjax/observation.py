@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, entry_of
 from kvjax.kernels.attention_mass import xla
+from kvjax.kernels.formats import decode
 from kvjax.kernels.paged_attention import Attention, Queries, Rows
 from kvjax.kernels.write_pages import write_pages
-from kvjax.placement import Writes
+from kvjax.placement import Writes, end_slot
 from kvjax.policy import ALL, Held, Seen
+from kvjax.spec import CacheSpec
 from kvjax.step import Step
 
 
@@ -30,7 +33,62 @@ def note_written(cache: Cache, step: Step, layer, k: Array, v: Array) -> Cache:
     for name, of_tokens in noted.items():
         new = of_tokens.astype(slots[name].dtype).T[:, :, None, None]
         slots[name] = write_pages(slots[name][:, None, :, None], new, *writes.of_layer(layer))[:, 0, :, 0]
-    return _with(cache, slots=slots)
+    return _note_pages(_with(cache, slots=slots), writes, layer)
+
+
+def _note_pages(cache: Cache, writes: Writes, layer) -> Cache:
+    """Store what the policy keeps of the pages that the step has written to."""
+    kept = cache.policy_state["pages"]
+    if not kept:
+        return cache
+    ids, _, _, ends, _ = writes.of_layer(layer)
+    take = lambda pool: pool.at[ids].get(mode="promise_in_bounds")  # noqa: E731
+    used = jnp.arange(cache.spec.page_size, dtype=jnp.int32)[None, None] < ends[..., None]
+    keys = decode(take(cache.keys), tuple(map(take, cache.key_scales)), cache.spec.key_form)
+    new = cache.spec.policy.summarize(keys.astype(jnp.float32), used)
+    # Else XLA might write the next layer's keys before it reads these, and copy all of them for that.
+    new, codes, scales = lax.optimization_barrier((new, cache.keys, cache.key_scales))
+    put = lambda pool, of: pool.at[ids].set(of.astype(pool.dtype), mode="promise_in_bounds")  # noqa: E731
+    pages = {name: put(pool, new[name]) for name, pool in kept.items()}
+    return dataclasses.replace(_with(cache, pages=pages), keys=codes, key_scales=scales)
+
+
+def reads_some(spec: CacheSpec, step: Step, layer) -> bool | Bool[Array, ""]:
+    """Whether a step reads only the pages of a layer that the policy chooses; traced if the layer is."""
+    policy = spec.policy
+    if policy.pages_read is None or not step.is_decode or policy.pages_read >= spec.pages_per_seq:
+        return False
+    pairs = enumerate(spec.layer_windows)
+    some = np.array([number >= policy.reads_all_before and window is None for number, window in pairs])
+    if some.all() or not some.any():
+        return bool(some.all())
+    return jnp.asarray(some)[layer] if isinstance(layer, Array) else bool(some[layer])
+
+
+def pages_to_read(
+    cache: Cache, step: Step, layer, q: Float[Array, "tokens heads head_dim"]
+) -> Int32[Array, "kv_heads seqs n"]:
+    """Return the pages that the policy wants a decode step to read, the newest first, 0 for none.
+
+    Args:
+        cache: the cache, with the step's tokens.
+        step, layer: of the attention.
+        q: its queries, as the backend takes them.
+    """
+    spec, most = cache.spec, cache.spec.policy.pages_read
+    assert most is not None, "the policy chooses"
+    ids = cache.page_table[layer]
+    kept = jax.tree.map(lambda of: of.at[ids].get(mode="promise_in_bounds"), cache.policy_state["pages"])
+    of_seqs = q.at[step.starts].get(mode="clip").astype(jnp.float32)
+    scores = spec.policy.score_pages(of_seqs.reshape(spec.max_seqs, spec.num_kv_heads, -1, spec.head_dim), kept)
+    newest = entry_of(spec, jnp.maximum(end_slot(cache, step.lengths) - 1, 0) // spec.page_size)[layer]
+    is_newest = jnp.arange(spec.pages_per_seq, dtype=jnp.int32)[None, None] == newest[..., None]
+    of_heads = lambda of_groups: jnp.repeat(of_groups, spec.heads_per_group, axis=0)  # noqa: E731
+    ids, is_newest = of_heads(ids), of_heads(is_newest)
+    scores = jnp.where(ids == 0, -jnp.inf, jnp.where(is_newest, jnp.inf, scores))
+    best, entry = lax.top_k(scores, most)
+    chosen = jnp.take_along_axis(ids, entry, axis=-1, mode="promise_in_bounds")
+    return jnp.where(best == -jnp.inf, 0, chosen)
 
 
 def decode_logits(cache: Cache, step: Step) -> int:

@@ -173,4 +173,4 @@ def scrub(cache: Cache, freed: Int32[Array, " n"]) -> Cache:
     """Zero the keys and values of pages that became free, if the spec asks for it."""
     if not cache.spec.scrub_on_free:
         return cache
-    return cache.map_pool(lambda pool: pool.at[freed].set(0))
+    return cache.map_pages(lambda pool: pool.at[freed].set(0))

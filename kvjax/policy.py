@@ -171,6 +171,42 @@ class Policy:
         """What to keep of each layer, group and sequence: dtypes by name; 0 at first and after `release`."""
         return {}
 
+    def page_state(self, spec: CacheSpec) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What to keep of each page: shapes and dtypes by name. For policies that drop nothing."""
+        return {}
+
+    def summarize(
+        self, keys: Float32[Array, "*pages heads page_size head_dim"], used: Bool[Array, "*pages page_size"]
+    ) -> dict[str, Array]:
+        """Return what to keep of pages that a step has written to, [*pages, ...] by name.
+
+        Args:
+            keys: as attention reads them, rotated; of any value where a slot is not used.
+            used: which slots hold a token.
+        """
+        return {}
+
+    @property
+    def pages_read(self) -> int | None:
+        """Pages that a decode step reads for each KV head, in layers without a window; None for all there are."""
+        return None
+
+    @property
+    def reads_all_before(self) -> int:
+        """The first layer that `pages_read` is said of."""
+        return 0
+
+    def score_pages(
+        self, q: Float32[Array, "seqs kv_heads of_head head_dim"], kept: dict[str, Array]
+    ) -> Float32[Array, "kv_heads seqs pages"]:
+        """Say which pages to read: those of the largest score; the one that the newest token is in is always read.
+
+        Args:
+            q: queries of each sequence, as attention takes them, by the KV head that they read.
+            kept: what the policy keeps of the pages of each row, [groups, seqs, pages, ...] by name.
+        """
+        raise NotImplementedError
+
     def write(
         self,
         k: Float[Array, "tokens groups heads head_dim"],
@@ -207,7 +243,13 @@ def state_shapes(spec: CacheSpec, policy: Policy) -> dict[str, dict[str, Any]]:
     """Shapes and dtypes of what a policy keeps, by what it is of."""
     rows = (spec.num_layers, spec.groups, spec.max_seqs)
     of = lambda shape, kept: {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, dtype in kept.items()}  # noqa: E731
-    return dict(slots=of((spec.num_pages, spec.page_size), policy.slot_state()), rows=of(rows, policy.row_state()))
+    slots, pages = (spec.num_pages, spec.page_size), policy.page_state(spec)
+    if pages and policy.edits:
+        raise InputError(f"policy {policy.name} keeps something of pages and drops tokens: let it do one of the two")
+    of_pages = {
+        name: jax.ShapeDtypeStruct((spec.num_pages, *shape), jnp.dtype(dtype)) for name, (shape, dtype) in pages.items()
+    }
+    return dict(slots=of(slots, policy.slot_state()), pages=of_pages, rows=of(rows, policy.row_state()))
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ def _open_entry(cache: Cache, next_slot: Int32[Array, "layers groups n"]) -> Boo
 
 def copy_pages(cache: Cache, source: Int32[Array, " n"], target: Int32[Array, " n"], positions) -> Cache:
     """Copy what pages hold (0 to 0 for none) and set the targets' positions [n, page_size]."""
-    cache = cache.map_pool(lambda pool: pool.at[target].set(pool.at[source].get(mode="promise_in_bounds")))
+    cache = cache.map_pages(lambda pool: pool.at[target].set(pool.at[source].get(mode="promise_in_bounds")))
     return set_positions(cache, target, jnp.where((target > 0)[:, None], positions, -1))
 
 

@@ -78,7 +78,8 @@ def page_bytes(spec: CacheSpec) -> int:
     """Bytes that one page takes: keys, values, scales and its share of the per-page arrays."""
     shapes = cache_shapes(spec)
     per_page = (*POOL, "positions", "page_span", "free_pages", "refcounts")
-    return _bytes(*(shapes[name] for name in per_page), shapes["policy_state"]["slots"]) // spec.num_pages
+    kept = [shapes["policy_state"][of] for of in ("slots", "pages")]
+    return _bytes(*(shapes[name] for name in per_page), *kept) // spec.num_pages
 
 
 def most_pages(spec: CacheSpec, tokens: int) -> int:

@@ -6,6 +6,7 @@ from kvjax.policies.knorm import KNorm as KNorm
 from kvjax.policies.paged_eviction import PagedEviction as PagedEviction
 from kvjax.policies.parsing import POLICIES as POLICIES
 from kvjax.policies.parsing import parse_policy as parse_policy
+from kvjax.policies.quest import Quest as Quest
 from kvjax.policies.random import Random as Random
 from kvjax.policies.sliding_window import SlidingWindow as SlidingWindow
 from kvjax.policies.snapkv import SnapKV as SnapKV

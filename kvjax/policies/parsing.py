@@ -9,6 +9,7 @@ from kvjax.policies.entropy import Entropy
 from kvjax.policies.h2o import H2O
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.paged_eviction import PagedEviction
+from kvjax.policies.quest import Quest
 from kvjax.policies.random import Random
 from kvjax.policies.sliding_window import SlidingWindow
 from kvjax.policies.snapkv import SnapKV
@@ -18,7 +19,7 @@ from kvjax.policy import Policy
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Entropy, Random)
+    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Entropy, Quest, Random)
 }
 
 
