@@ -129,7 +129,7 @@ class TextStream:
     def step(self) -> Piece | None:
         """Feed the next chunk. Returns None at the end. Raises InputError where the cache has no room or position."""
         begin, size = self.position, self.spec.max_query_length
-        if not (count := min(size, self.limit - begin)):
+        if (count := min(size, self.limit - begin)) <= 0:
             return None
         padded = np.zeros(size + 1, np.int32)
         padded[: min(count + 1, len(self.text) - begin)] = self.text[begin : begin + count + 1]

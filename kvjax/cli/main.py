@@ -17,6 +17,7 @@ from kvjax.paths import cache_dir
 # Subcommand -> what --help says. `kvjax x-y` runs `kvjax.cli.x_y.main(argv) -> exit code`.
 COMMANDS = {
     "generate": "generate text from prompts",
+    "stream": "feed a text, or the model's own, for ever in constant memory",
     "benchmark": "measure speed and memory on this machine",
     "evaluate": "measure what page formats cost in quality",
     "compile-kernels": "compile the GPU and TPU kernels without a device, and check the result",
