@@ -47,7 +47,8 @@ STATUS_MEANING = {
     Status.NONFINITE_INPUT: "keys or values with inf or NaN were written",
     Status.TRUNCATE_REFUSED: "truncate changed nothing: a window has passed the tokens (raise rollback), a length is "
     "negative, a sequence out of range or repeated, its policy has dropped tokens, or no page is free for a copy",
-    Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together",
+    Status.BAD_LENGTHS: "query lengths were negative, above max_query_length or more than num_tokens together, or a "
+    "decode step met a prompt that is longer than its policy keeps: name its end with prompt_ends",
     Status.BROKEN_INVARIANT: "the allocator's invariants do not hold: this is a fault of kvjax, please report it",
     Status.BAD_SEQUENCE: "release named a sequence out of range: it changed nothing",
     Status.BAD_PAGE_ID: "a page table names a page that the pool does not have (ids are 0 to num_pages - 1): the steps "

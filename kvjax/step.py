@@ -161,7 +161,8 @@ def begin_step[C: (Cache, PooledCache)](
 
 def _begin(lengths, said: dict[str, Any], num_tokens: int, max_query_length: int, _: int, cache: Cache, allowed):
     """Begin a step of one pool; returns whether it can be served too."""
-    cache, lengths, ok = _accept(cache, lengths, num_tokens, max_query_length)
+    is_decode = max_query_length == 1 and said["prompt_ends"] is None
+    cache, lengths, ok = _accept(cache, lengths, num_tokens, max_query_length, is_decode)
     touched = touched_pages(cache, lengths, num_tokens, max_query_length)
     cache, ids, served = allocate_pages(cache, touched, ok, allowed)
     ok = served & allowed
@@ -175,16 +176,20 @@ def _begin(lengths, said: dict[str, Any], num_tokens: int, max_query_length: int
     return cache, Step(ok=ok, lengths=lengths, max_query_length=max_query_length, **of_tokens, **said), served
 
 
-def _accept(cache: Cache, lengths, num_tokens: int, longest: int):
+def _accept(cache: Cache, lengths, num_tokens: int, longest: int, is_decode: bool):
     """Refuse lengths no step may have, positions past the last one and, for `debug`, ids that no page has."""
+    spec = cache.spec
     bad = (lengths < 0).any() | (lengths > longest).any() | (lengths.sum() > num_tokens)
+    if is_decode and spec.decode_entries < spec.pages_per_seq:
+        # Decode steps read no more than the policy lets a row keep: what is longer has not been compressed.
+        bad |= ((end_slot(cache, lengths) > spec.decode_entries * spec.page_size) & (lengths > 0)[None, None]).any()
     lengths = jnp.clip(lengths, 0, longest)
     at_end = (cache.next_position > POSITION_END - lengths).any()
     cache = dataclasses.replace(cache, status=cache.status & ~int(Status.OUT_OF_PAGES))
     cache = raise_status(raise_status(cache, Status.BAD_LENGTHS, bad), Status.POSITION_LIMIT, at_end)
-    if cache.spec.debug:
+    if spec.debug:
         # Kernels do not look: on a GPU such an id reads a neighbour's memory.
-        unknown = ((cache.page_table < 0) | (cache.page_table >= cache.spec.num_pages)).any()
+        unknown = ((cache.page_table < 0) | (cache.page_table >= spec.num_pages)).any()
         cache, bad = raise_status(cache, Status.BAD_PAGE_ID, unknown), bad | unknown
     return cache, lengths, ~(bad | at_end)
 

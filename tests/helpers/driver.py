@@ -164,7 +164,7 @@ def leaves(cache: Cache | PooledCache) -> dict[str, np.ndarray]:
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
         name, array = jax.tree_util.keystr(path), np.asarray(leaf)
-        is_pool = re.search(r"\.(keys|values|key_scales|value_scales)\b", name)
+        is_pool = re.search(r"\.(keys|values|key_scales|value_scales)\b|\['slots'\]", name)
         array = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         named[name] = array[1:] if is_pool else array
     return named
@@ -215,8 +215,11 @@ class Twin:
         k, v = (self.draw(spec.num_layers, count, spec.num_kv_heads, spec.head_dim) for _ in range(2))
         return q, k, v
 
-    def run(self, lengths, qkv, *, num_tokens, max_query_length, index=None, ends=None):
-        """Run one compiled step over given tokens (padded with NaN), without judging it; `ends` is `prompt_ends`."""
+    def run(self, lengths, qkv, *, num_tokens, max_query_length, index=None, ends=None, kinds=None):
+        """Run one compiled step over given tokens (padded with NaN), without judging it.
+
+        `ends` is `prompt_ends`, `kinds` are `token_kinds`.
+        """
         padding = ((0, 0), (0, num_tokens - qkv[0].shape[1]), (0, 0), (0, 0))
         padded = [jnp.asarray(np.pad(part, padding, constant_values=np.nan)) for part in qkv]
         options: dict[str, Any] = dict(rotary=self.rotary, scale=self.scale, soft_cap=self.soft_cap)
@@ -224,6 +227,7 @@ class Twin:
         indexed = np.zeros(self.spec.max_seqs, bool)
         indexed[list(index or [])] = True
         said = dict(index=jnp.asarray(indexed), prompt_ends=None if ends is None else jnp.asarray(np.array(ends, bool)))
+        said |= dict() if kinds is None else dict(token_kinds=jnp.asarray(kinds))
         sinks = None if self.sinks is None else jnp.asarray(self.sinks)
         compiled = program(num_tokens, max_query_length, self.static_layer, **options)
         self.cache, out, report = compiled(self.cache, ids(lengths), said, *padded, sinks)

@@ -8,10 +8,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from helpers.driver import DECODE, PREFILL, SPEC, Twin, fork, ids, poison, release, truncate
+from helpers.driver import DECODE, PREFILL, SPEC, Twin, fork, ids, poison, release, share, truncate
 from helpers.oracle import dense_logits, rotate
 
+from kvjax.cache import clear_status
 from kvjax.invariants import check
 from kvjax.spec import CacheSpec, pages_for
 
@@ -148,6 +150,8 @@ class PolicyTwin(Twin):
             ended = [True] * self.spec.max_seqs if ends is None else list(ends)
             expected = self.after(lengths, q, k, v, ended)
             np.testing.assert_allclose(out[:, : sum(lengths)], expected, atol=self.tolerance, rtol=self.tolerance)
+        else:
+            assert int(self.cache.status) and not out.any(), "a refused step returns zeros"
         self.out = out
         self.assert_equal()
         return report
@@ -211,21 +215,22 @@ class PolicyTwin(Twin):
 
     def held(self) -> dict[tuple[int, int, int], dict[int, float]]:
         """What the cache holds: scores, or 0, by position, of every row."""
-        cache = self.cache
-        table, positions = np.asarray(cache.page_table), np.asarray(cache.positions)
-        scores = cache.policy_state["slots"].get("score")
-        scores = np.zeros(positions.shape) if scores is None else np.asarray(scores)
         held = {}
-        for row in np.ndindex(table.shape[:3]):
-            pages = table[row][table[row] > 0]
-            of_row = [(p, s) for p, s in zip(positions[pages].flat, scores[pages].flat, strict=True) if p >= 0]
-            held[row] = {int(p): float(s) for p, s in of_row}
-            assert len(held[row]) == len(of_row), "no token is held twice"
+        for pool, of in zip(self.cache.of_pools, self.spec.pools, strict=True):
+            table, positions = np.asarray(pool.page_table), np.asarray(pool.positions)
+            scores = pool.policy_state["slots"].get("score")
+            scores = np.zeros(positions.shape) if scores is None else np.asarray(scores)
+            for layer, group, sequence in np.ndindex(table.shape[:3]):
+                pages = table[layer, group, sequence]
+                pages = pages[pages > 0]
+                of_row = [(p, s) for p, s in zip(positions[pages].flat, scores[pages].flat, strict=True) if p >= 0]
+                row = held[of.layers[layer], group, sequence] = {int(p): float(s) for p, s in of_row}
+                assert len(row) == len(of_row), "no token is held twice"
         return held
 
     def assert_equal(self) -> None:
         """Compare kept positions, scores and pages with the cache, and check its invariants; then poison it."""
-        check(self.cache, held={})
+        check(clear_status(self.cache), held=[{}] * len(self.cache.of_pools) if self.spec.skip_layers else {})
         assert self.cache.lengths.tolist() == self.seen
         held = self.held()
         for (layer, group, sequence), row in self.all_rows():
@@ -246,7 +251,8 @@ class PolicyTwin(Twin):
 
     def pages(self, layer: int = 0) -> np.ndarray:
         """Pages [groups, seqs] of the rows of a layer."""
-        return (np.asarray(self.cache.page_table)[layer] > 0).sum(-1)
+        pool, within = self.spec.place_of(layer)
+        return (np.asarray(self.cache.of_pools[pool].page_table)[within] > 0).sum(-1)
 
     def copy_row(self, source: int, target: int) -> None:
         """Let a sequence hold copies of another's tokens."""
@@ -264,6 +270,16 @@ class PolicyTwin(Twin):
         self.assert_equal()
         return bool(ok)
 
+    def share(self, source: int, target: int, pages: int) -> bool:
+        """Put copies of the first pages of a sequence that has lost nothing into an empty one."""
+        page_ids = np.asarray(self.cache.page_table)[:, :, source, :pages]
+        self.cache, ok = share(self.cache, jnp.int32(target), ids(page_ids), jnp.int32(self.start[source]))
+        if bool(ok):
+            self.copy_row(source, target)
+            self.cut(target, pages * self.spec.page_size)
+        self.assert_equal()
+        return bool(ok)
+
     def release(self, sequences: Sequence[int]) -> None:
         """Empty sequences."""
         self.cache = release(self.cache, ids(sequences))
@@ -274,16 +290,27 @@ class PolicyTwin(Twin):
             self.seen[sequence] = self.start[sequence] = 0
         self.assert_equal()
 
-    def truncate(self, sequence: int, length: int) -> None:
+    def truncate(self, sequence: int, length: int) -> bool:
         """Truncate a sequence; the scores that taken-back queries have given stay."""
         self.cache = truncate(self.cache, ids([sequence]), ids([length]))
-        if not int(self.cache.status):
-            for layer in self.layers:
-                for group in self.groups:
-                    row = self.rows[layer][group][sequence]
-                    end = self.start[sequence] + length
-                    self.rows[layer][group][sequence] = [token for token in row if token.position < end]
-            self.seen[sequence] = min(self.seen[sequence], length)
+        ok = not int(self.cache.status)
+        if ok:
+            self.cut(sequence, length)
+            self.assert_equal()
+        return ok
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Let a sequence end after `length` tokens."""
+        end = self.start[sequence] + length
+        for layer in self.layers:
+            for group in self.groups:
+                row = self.rows[layer][group][sequence]
+                self.rows[layer][group][sequence] = [token for token in row if token.position < end]
+        self.seen[sequence] = min(self.seen[sequence], length)
+
+    def is_whole(self, sequence: int) -> bool:
+        """Whether no row of a sequence has lost a token."""
+        return all(len(row) == self.seen[sequence] for (_, _, of), row in self.all_rows() if of == sequence)
 
 
 def assert_bounded(twin: PolicyTwin, chunk: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""H2O against its definition in float64: accumulated attention, recent tokens, sums and means."""
+"""H2O against its definition in float64: accumulated attention, recent tokens, sums and means.
+
+What is not slow of this is a worked example here, and any order of operations in test_eviction.py.
+"""
 
 import dataclasses
 
@@ -14,6 +17,7 @@ BUDGET = 12
 SPEC = dataclasses.replace(POLICY_SPEC, windows=None, groups=2, policy=H2O(budget=BUDGET))
 
 
+@pytest.mark.slow
 def test_kept_tokens_and_outputs_are_those_of_the_definition_at_every_step():
     twin = PolicyTwin(SPEC, rule=h2o(BUDGET))
     run_mixed(twin)
@@ -24,6 +28,7 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition_at_every_step():
     assert min(rows[0]) < twin.seen[0] - 2 * BUDGET, "heavy hitters are older than a window would be"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_special_tokens(kind):
     twin = PolicyTwin(SPEC, rule=h2o(BUDGET))
@@ -49,7 +54,7 @@ def test_special_tokens(kind):
 def test_variants(changes, rule):
     spec = dataclasses.replace(SPEC, windows=POLICY_SPEC.windows, policy=H2O(budget=BUDGET, **changes))
     twin = PolicyTwin(spec, rule=h2o(BUDGET, **rule))
-    run_mixed(twin)
+    run_mixed(twin, as_prompts=True)
     assert twin.dropped > 100
 
 
@@ -57,7 +62,7 @@ def test_variants(changes, rule):
 def test_the_mean_of_heads_that_share_pages():
     policy = H2O(budget=BUDGET, heads="mean")
     twin = PolicyTwin(dataclasses.replace(POLICY_SPEC, policy=policy), rule=h2o(BUDGET))
-    run_mixed(twin)
+    run_mixed(twin, as_prompts=True)
     assert twin.dropped > 100
 
 

@@ -55,7 +55,7 @@ def test_a_norm_that_overflows_is_the_first_to_go(huge):
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int4_hadamard"])
 def test_formats(name):
     twin = twin_of(dataclasses.replace(SPEC, windows=POLICY_SPEC.windows, format=name))
-    run_mixed(twin)
+    run_mixed(twin, as_prompts=True)
     assert twin.dropped > 100
 
 
@@ -63,7 +63,7 @@ def test_formats(name):
 def test_each_head_of_its_own_compressed_in_chunks_with_nothing_protected():
     policy = KNorm(budget=BUDGET, recent=0, prefill="chunked")
     twin = twin_of(dataclasses.replace(SPEC, groups=2, format="float32", policy=policy), recent=0, in_chunks=True)
-    run_mixed(twin)
+    run_mixed(twin, as_prompts=True)
     assert twin.kept(0, 0, 0) != twin.kept(0, 0, 1)
 
 

@@ -57,7 +57,7 @@ def test_variants(changes):
     groups = 1 if "heads" in changes else 2
     spec = dataclasses.replace(SPEC, groups=groups, windows=None, policy=SnapKV(**HOW | changes))
     twin = twin_of(spec, HOW | {name: of for name, of in changes.items() if name != "heads"})
-    run_mixed(twin)
+    run_mixed(twin, as_prompts=True)
     assert twin.dropped > 50
 
 
