@@ -1,7 +1,7 @@
 # Everything runs in environments below this folder; a stamp in each says that it is up to date.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint types bench peers gemma kernel-checks clean
+.PHONY: demo test test-slow lint types bench peers kvpress gemma kernel-checks clean
 
 # The first Python that is new enough (looked up only where an environment is made).
 PYTHON = $(shell for p in python3 python3.12 python3.13; do \
@@ -47,6 +47,10 @@ bench: .venv/.stamp
 
 peers: .venv/.stamp
 	bash scripts/peers.sh
+
+# What scripts/compare_kvpress.py compares with.
+kvpress: .venv/.stamp
+	bash scripts/peers.sh kvpress
 
 # Gemma 3 270M, 238 MB, under terms of its own. --no-deps: the declared needs are source builds nobody uses here.
 gemma: .venv/.gemma

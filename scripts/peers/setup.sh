@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .peers/transformers, .peers/openvino and the model both read, under .peers/models. Does no work twice: a stamp
 # in each folder holds what was installed. About 3 GB of disk. .peers/export (1 GB) serves the export alone.
+# With the argument kvpress: .peers/kvpress (2 GB) and the model alone, for scripts/compare_kvpress.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -9,6 +10,8 @@ TORCH="torch==2.13.0"
 TRANSFORMERS="$TORCH transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 safetensors==0.8.0 hqq==0.2.8.post1"
 OPENVINO="openvino-genai==2026.4.1.0 openvino==2026.4.1"
 EXPORT="$TORCH transformers==5.5.4 optimum-intel==2.2.0 openvino==2026.4.1 openvino-tokenizers==2026.4.1.0"
+# The transformers that kvpress asks for is older; gguf reads the weights.
+KVPRESS="$TORCH kvpress==0.5.5 transformers==5.2.0 gguf==0.19.0 safetensors==0.8.0"
 MODEL=".peers/models/smollm2-135m"
 
 say() { echo "peers: $*"; }
@@ -74,6 +77,14 @@ make_model() {
 
 mkdir -p .peers/models
 echo "*" > .peers/.gitignore
+if [[ "${1:-}" == kvpress ]]; then
+    # shellcheck disable=SC2086
+    make_environment kvpress $KVPRESS
+    weights="$(find_weights)"
+    make_model "$MODEL" kvpress checkpoint "$weights"
+    say "ready; scripts/compare_kvpress.py uses it"
+    exit
+fi
 # shellcheck disable=SC2086  # the lists of packages are split on purpose
 make_environment transformers $TRANSFORMERS
 weights="$(find_weights)"
