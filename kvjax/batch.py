@@ -40,8 +40,9 @@ class Batch:
         self._collects = collects
         if (memory := _memory()) is not None and self._bytes > memory:
             raise self._too_large(f"there are {memory / 1e9:.1f} GB of memory")
+        kinds = token_kinds(model, vocab) if self.spec.policy.wants_kinds else None
         with self.within_memory():
-            self.state = self._initial_state(vocab)
+            self.state = self._initial_state(vocab, kinds)
 
     @property
     def _bytes(self) -> int:
@@ -65,7 +66,7 @@ class Batch:
                 raise
             raise self._too_large("the memory ran out") from None
 
-    def _initial_state(self, vocab: int) -> State:
+    def _initial_state(self, vocab: int, kinds: np.ndarray | None) -> State:
         count = len(self.prompts)
         how = self.options.sampling(count)
         penalised = bool((np.asarray(how.repetition_penalty) != 1).any())
@@ -81,6 +82,7 @@ class Batch:
             key=jax.random.key(self.options.seed),
             seen=jnp.zeros((count, vocab), bool) if penalised else None,
             peak_pages=jnp.zeros(len(self.spec.pools), jnp.int32),
+            kinds=None if kinds is None else jnp.array(kinds),
         )
 
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Chosen]:
@@ -146,6 +148,15 @@ def parts_of(model: object) -> tuple[nnx.Module, Sequence[int]]:
     raise InputError(
         f"model is {shown(model)}: give what kvjax.load returns, its decoder, or a flax.nnx.Module with a config"
     )
+
+
+def token_kinds(model: object, vocab: int) -> np.ndarray | None:
+    """Return what policies want to know of tokens, int8 [vocab], or None if the model has no tokenizer to tell."""
+    if not isinstance(model, LanguageModel):
+        return None
+    # A vocabulary may be padded with tokens that no text has.
+    kinds = model.tokenizer.kinds[:vocab]
+    return np.pad(kinds, (0, vocab - kinds.size))
 
 
 def _memory() -> int | None:

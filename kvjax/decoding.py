@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float32, Int8, Int32, PRNGKeyArray
 
 from kvjax.kernels.pytree import pytree
 from kvjax.pages import ragged
@@ -45,6 +45,7 @@ class State:
         key: the random key; the key of a token is folded from it, the sequence and the token's number.
         seen: bool [seqs, vocab] for the repetition penalty, or None without one.
         peak_pages: int32 [pools], most pages of each pool used at once.
+        kinds: int8 [vocab], what policies want to know of tokens (see `begin_step`), or None if they do not.
     """
 
     cache: Any
@@ -57,6 +58,7 @@ class State:
     key: PRNGKeyArray
     seen: Bool[Array, "seqs vocab"] | None
     peak_pages: Int32[Array, " pools"]
+    kinds: Int8[Array, " vocab"] | None = None
 
 
 @pytree
@@ -91,9 +93,13 @@ def _run(model, state: State, tokens, lengths, longest: int, num_logprobs: int, 
     A step that finds no pages changes nothing, but ends its sequences where `give_up` holds.
     """
     num_tokens = lengths.shape[0] if tokens is None else tokens.shape[0]
-    ends = None if tokens is None else choosing
-    cache, step = begin_step(state.cache, lengths, num_tokens=num_tokens, max_query_length=longest, prompt_ends=ends)
-    logits, cache = model(cache, step, state.token[step.sequence] if tokens is None else tokens)
+    said: dict[str, Any] = dict(prompt_ends=None if tokens is None else choosing)
+    if tokens is None:
+        tokens = state.token[ragged(lengths, num_tokens)[0]]
+    if state.kinds is not None:
+        said["token_kinds"] = state.kinds[tokens]
+    cache, step = begin_step(state.cache, lengths, num_tokens=num_tokens, max_query_length=longest, **said)
+    logits, cache = model(cache, step, tokens)
     cache, report = end_step(cache, step)
     starved = ~report.ok & (lengths > 0) & give_up
     finish = jnp.where(starved, int(Finish.OUT_OF_PAGES), state.finish).astype(jnp.int32)

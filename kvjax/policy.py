@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvjax.spec import CacheSpec
 
 ALL = 2**31 - 1
+# What `token_kinds` says of a token; 0 of all others.
+SPECIAL, PUNCTUATION = 1, 2
 PREFILLS = ("exact", "chunked")
 HEADS = ("each", "mean")
 
@@ -107,6 +109,7 @@ class Policy:
         by_page: whether they drop whole pages, when one becomes full, in place of tokens.
         every_chunk: whether `observe` wants to see all parts of a prompt, not only the last.
         decode_queries: 1 if `observe` wants to see the attention of decode steps, else 0.
+        wants_kinds: whether `write` has a use for the kinds of tokens.
     """
 
     name: ClassVar[str] = "full"
@@ -115,6 +118,7 @@ class Policy:
     every_chunk: ClassVar[bool] = False
     by_page: ClassVar[bool] = False
     decode_queries: ClassVar[int] = 0
+    wants_kinds: ClassVar[bool] = False
 
     @property
     def window_size(self) -> int | None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import string
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.models.optional import require
@@ -97,6 +102,14 @@ class Tokenizer:
         except TypeError as error:
             raise InputError(f"the model's chat template cannot read these messages ({error}): change them") from None
 
+    @functools.cached_property
+    def kinds(self) -> np.ndarray:
+        """int8 [vocab_size]: 1 for control tokens, 2 for tokens of punctuation alone, 0 for all others."""
+        texts = self._backend.decode_batch([[token] for token in range(self.vocab_size)], skip_special_tokens=False)
+        kinds = np.array([2 * _is_punctuation(text) for text in texts], np.int8)
+        kinds[np.array(sorted(self.special_ids), int)] = 1
+        return kinds
+
     def to_json(self) -> str:
         """The tokenizer in the format of `tokenizer.json`."""
         return self._backend.to_str()
@@ -136,6 +149,12 @@ class DecodeStream:
         piece = self._decode(self._ids)[self._sent :]
         self._ids, self._complete, self._sent = [], 0, 0
         return piece
+
+
+def _is_punctuation(text: str) -> bool:
+    """Whether a text is of signs that divide or join words, or of ASCII's other signs, and of nothing else."""
+    signs = text.strip()
+    return bool(signs) and all(unicodedata.category(sign)[0] == "P" or sign in string.punctuation for sign in signs)
 
 
 def _environment() -> Any:

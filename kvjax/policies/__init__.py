@@ -1,6 +1,7 @@
 """Policies: what a cache keeps of a sequence (see `kvjax.policy`), and their names on the command line."""
 
 from kvjax.policies.entropy import Entropy as Entropy
+from kvjax.policies.fastgen import FastGen as FastGen
 from kvjax.policies.h2o import H2O as H2O
 from kvjax.policies.knorm import KNorm as KNorm
 from kvjax.policies.paged_eviction import PagedEviction as PagedEviction

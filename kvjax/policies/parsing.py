@@ -6,6 +6,7 @@ import dataclasses
 
 from kvjax.errors import InputError, shown
 from kvjax.policies.entropy import Entropy
+from kvjax.policies.fastgen import FastGen
 from kvjax.policies.h2o import H2O
 from kvjax.policies.knorm import KNorm
 from kvjax.policies.paged_eviction import PagedEviction
@@ -17,10 +18,10 @@ from kvjax.policies.streaming import Streaming
 from kvjax.policies.tova import TOVA
 from kvjax.policy import Policy
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Entropy, Quest, Random)
-}
+_ALL = (
+    Policy, SlidingWindow, Streaming, H2O, TOVA, SnapKV, KNorm, PagedEviction, Entropy, FastGen, Quest, Random,
+)  # fmt: skip
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
 
 def parse_policy(text: str, **given: int) -> Policy:

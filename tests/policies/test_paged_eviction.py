@@ -68,7 +68,7 @@ def twin(groups=1, **options):
     return PagedTwin(spec=dataclasses.replace(POLICY_SPEC, policy=policy, groups=groups), **options)
 
 
-@pytest.mark.parametrize(("prefill", "groups"), [("exact", 1), ("chunked", 2)])
+@pytest.mark.parametrize(("prefill", "groups"), [("exact", 1), pytest.param("chunked", 2, marks=pytest.mark.slow)])
 def test_a_batch_keeps_what_the_definition_keeps(prefill, groups):
     rows = twin(groups, prefill=prefill)
     rows.step([17, 7, 0, 0], ends=[False, True, True, True], **PREFILL)

@@ -139,6 +139,7 @@ def test_bounds_follow_pages_that_are_copied_shared_cut_and_used_anew():
     twin.assert_bounds()
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_brings_its_bounds():
     twin = QuestTwin(spec=dataclasses.replace(LAYERS, windows=None))
     twin.step([20, 0, 0, 0], **PREFILL)
