@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.cli import arguments
+from kvjax.cli import arguments, evaluate_policies
 
 _QUICK: dict[str, Any] = dict(
     formats=("fp8_e4m3", "int8", "int4"), windows=2, passkey_lengths=(512, 1024), trials=4,
@@ -17,6 +17,10 @@ _QUICK: dict[str, Any] = dict(
 def main(argv: Sequence[str]) -> int:
     """Run `kvjax evaluate`; returns the exit code. Raises InputError for values out of range."""
     args = _parser().parse_args(argv)
+    return evaluate_policies.run(args) if args.evaluate == "policies" else _run_formats(args)
+
+
+def _run_formats(args: argparse.Namespace) -> int:
     # Late, so that --help and a wrong flag cost no start of JAX.
     from kvjax.evaluation import formats, texts
     from kvjax.evaluation.picture import draw, require_picture
@@ -39,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, epilog=arguments.cache_note())
     commands = parser.add_subparsers(dest="evaluate", required=True, metavar="EVALUATION")
+    evaluate_policies.add_parser(commands)
     of = commands.add_parser(
         "formats",
         help="page formats: perplexity, divergence, passkeys and attention outputs beside bytes",

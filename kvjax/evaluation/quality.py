@@ -177,9 +177,10 @@ def relative_error(sums: Float32[Array, "layers 2"]) -> float:
     return float(np.sqrt(wrong / exact).mean())
 
 
-def perplexity(windows: Sequence[tuple[Float32[np.ndarray, " a"], Float32[np.ndarray, " a"]]]) -> dict[str, Any]:
-    """Return tokens, ppl, ppl_ratio and ppl_ratio_error of windows: -log p of a cache and of full precision, in nats.
+def perplexity(windows: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return tokens, ppl, ppl_ratio and ppl_ratio_error of windows.
 
+    A window is -log p of a cache and of the exact one, in nats, float32 [tokens] each.
     `ppl_ratio_error` is the standard error of `ppl_ratio` from the spread over windows; None for a single one.
     """
     nll, exact = (np.concatenate(side).astype(np.float64) for side in zip(*windows, strict=True))
