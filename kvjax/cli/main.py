@@ -19,7 +19,7 @@ COMMANDS = {
     "generate": "generate text from prompts",
     "stream": "feed a text, or the model's own, for ever in constant memory",
     "benchmark": "measure speed and memory on this machine",
-    "evaluate": "measure what page formats cost in quality",
+    "evaluate": "measure what page formats and eviction policies cost in quality",
     "compile-kernels": "compile the GPU and TPU kernels without a device, and check the result",
     "benchmark-kernels": "measure the attention kernels on an H100 or H200",
 }
