@@ -123,21 +123,56 @@ def test_mistakes_that_the_model_tells(capsys, given):
         assert code == 2 and out == "" and words in err and err.count("kvjax: error:") == 1
 
 
+# A job in the background ignores interrupts, and hands that on.
+AS_FROM_A_SHELL = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def own_process(*argv: str) -> subprocess.Popen:
+    """The script in a process of its own: here programs are compiled without optimisations."""
+    script = Path(__file__).parent.parent / "scripts" / "stream.py"
+    plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, "-c", AS_FROM_A_SHELL, script, *argv],
+        env=plain, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
-def test_smollm2_streams_as_well_as_it_recomputes():
+def test_a_stream_without_end_is_ended_by_an_interrupt(tmp_path, given):
+    argv = [*given[:-2], "--generate", "--json", "--state", str(tmp_path / "state")]
+    ended, least = [], 500
+    for _ in range(2):
+        process = own_process(*argv)
+        assert process.stderr is not None
+        while (line := process.stderr.readline()) and not ("tokens/s" in line and int(line.split()[0]) > least):
+            pass
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        assert process.returncode == 130 and "interrupted, saved in" in err and "Traceback" not in err
+        ended.append(figures(out))
+        least = ended[0]["tokens"]
+    assert ended[1]["tokens"] > ended[0]["tokens"] > 500
+    assert ended[0]["pages_after_fill"] == ended[0]["pages_end"] == ended[1]["pages_end"] == 10
+
+
+@pytest.mark.slow
+def test_smollm2_streams_as_well_as_it_recomputes(monkeypatch):
     """The figures that are promised (docs/streaming.md), on one stretch."""
     try:
         registry.find("smollm2-135m")
     except kvjax.InputError as error:
         # A missing package is a visible skip, and a failure in CI.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
-    script = Path(__file__).parent.parent / "scripts" / "stream.py"
-    # A process of its own: in this one programs are compiled without optimisations.
-    plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "KVJAX_CACHE")}
-    command = [sys.executable, script, "--compare", "--tokens", "4096", "--json"]
-    done = subprocess.run(command, env=plain, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    monkeypatch.delenv("KVJAX_CACHE")
+    process = own_process("--compare", "--tokens", "4096", "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    report = json.loads(out)
     assert report["pages_after_fill"] == report["pages_end"] <= 30 * (1 + 32 + 1)
     assert [row["scored"] for row in report["rows"]] == [1024]
     assert report["rows"][0]["ratio"] <= 1.10 < report["rows"][0]["ratio_window"]

@@ -1,11 +1,14 @@
 """Streams of texts and of a model's own output: what is scored, constant memory, far positions, and resuming."""
 
+import os
+from pydoc_data.topics import topics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.decoders import tiny_decoder
 
 import kvjax
@@ -13,6 +16,7 @@ from kvjax import snapshots, streaming
 from kvjax.options import Options
 from kvjax.policies import H2O, Streaming
 from kvjax.policy import Policy
+from kvjax.step import begin_step, end_step
 from kvjax.streaming import OwnStream, Piece, Tally, TextStream
 
 TEXT = np.random.default_rng(1).integers(0, 61, 400, np.int32)
@@ -91,6 +95,35 @@ def test_the_same_text_at_position_two_thousand_million(model):
     first, second = joined(run(near)).nll, joined(run(far)).nll
     assert int(far.state.cache.next_position[0]) == 2 * 10**9 + 200
     np.testing.assert_allclose(second, first, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_at_position_two_thousand_million():
+    """Logits to 3e-4, of up to 40, beyond the window; the likeliest token is the same everywhere."""
+    try:
+        loaded = kvjax.load("smollm2-135m")
+    except kvjax.InputError as error:
+        # A missing package is a visible skip, and a failure in CI.
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+    text = loaded.tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:5000])
+    policy = Streaming(window=220, sinks=4)
+    stream = TextStream(loaded, np.array(text), options(policy=policy, chunk_size=64))
+    graph, weights = nnx.split(loaded.decoder)
+
+    def run(weights, cache, tokens):
+        cache, step = begin_step(cache, jnp.array([64], jnp.int32), num_tokens=64, max_query_length=64)
+        logits, cache = nnx.merge(graph, weights)(cache, step, tokens, all_tokens=True)
+        cache, report = end_step(cache, step)
+        return cache, logits, report.ok
+
+    step = jax.jit(run, donate_argnums=1)
+    near, far = (kvjax.init_cache(stream.spec, start_positions=[at]) for at in (0, 2 * 10**9))
+    for begin in range(0, 320, 64):
+        tokens = jnp.asarray(text[begin : begin + 64], jnp.int32)
+        (near, expected, ok), (far, logits, served) = step(weights, near, tokens), step(weights, far, tokens)
+        assert ok and served
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=3e-4)
+        np.testing.assert_array_equal(logits.argmax(1), expected.argmax(1))
 
 
 def test_positions_run_out_in_one_line(model):
