@@ -46,11 +46,15 @@ def _note_pages(cache: Cache, writes: Writes, layer) -> Cache:
     used = jnp.arange(cache.spec.page_size, dtype=jnp.int32)[None, None] < ends[..., None]
     keys = decode(take(cache.keys), tuple(map(take, cache.key_scales)), cache.spec.key_form)
     new = cache.spec.policy.summarize(keys.astype(jnp.float32), used)
-    # Else XLA might write the next layer's keys before it reads these, and copy all of them for that.
-    new, codes, scales = lax.optimization_barrier((new, cache.keys, cache.key_scales))
     put = lambda pool, of: pool.at[ids].set(of.astype(pool.dtype), mode="promise_in_bounds")  # noqa: E731
     pages = {name: put(pool, new[name]) for name, pool in kept.items()}
-    return dataclasses.replace(_with(cache, pages=pages), keys=codes, key_scales=scales)
+    return _before_writing(_with(cache, pages=pages))
+
+
+def _before_writing(cache: Cache) -> Cache:
+    """Have done with keys that were read for the policy: else XLA copies all, to write the next layer's before that."""
+    noted, *keys = lax.optimization_barrier((cache.policy_state, cache.keys, cache.key_scales))
+    return dataclasses.replace(cache, policy_state=noted, keys=keys[0], key_scales=keys[1])
 
 
 def reads_some(spec: CacheSpec, step: Step, layer) -> bool | Bool[Array, ""]:
@@ -153,7 +157,7 @@ def _noted(cache: Cache, step: Step, layer, seen: dict[str, Any]) -> Cache:
     put = lambda pool, of: pool.at[ids].set(of.reshape(*ids.shape, -1).astype(pool.dtype), mode="promise_in_bounds")  # noqa: E731
     slots = {name: put(pool, held.slots[name]) for name, pool in state["slots"].items()}
     rows = {name: of.at[layer].set(held.rows[name].astype(of.dtype)) for name, of in state["rows"].items()}
-    return _with(cache, slots=slots, rows=rows)
+    return _before_writing(_with(cache, slots=slots, rows=rows))
 
 
 def _of_decode(cache: Cache, step: Step, attention: Attention) -> dict[str, Any]:

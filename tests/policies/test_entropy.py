@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.driver import DECODE, PREFILL, jit
 from helpers.policies import POLICY_SPEC, PolicyTwin
+from helpers.programs import faults, lowered
 
 from kvjax.errors import InputError
 from kvjax.policies import Entropy, parse_policy
@@ -111,6 +112,12 @@ def test_spread_attention_has_entropy_1_and_attention_to_one_token_0():
     np.testing.assert_allclose(of_cache[list(FREE)], [1, 0, 1], atol=1e-6)
     assert twin.budgets[0][1].tolist() == [20, 10, 20], "what layers cannot use goes to the others"
     assert twin.kept(0, layer=2) == [0, 1, *range(12, 20)]
+
+
+@pytest.mark.slow
+def test_the_pool_is_changed_in_place_where_layers_are_unrolled():
+    program, spec = lowered("prefill", scan=False, policy=Entropy(total_budget=128))
+    assert not faults(program.compile(), spec)
 
 
 def share(total, weights, least, most):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.driver import DECODE, PREFILL, SPEC, Twin, fork, ids, release, share, truncate
 from helpers.oracle import dense_attention
+from helpers.programs import faults, lowered
 
 from kvjax.cache import init_cache
 from kvjax.errors import InputError
@@ -150,6 +151,13 @@ def test_a_shared_prefix_brings_its_bounds():
     for _ in range(3):
         twin.step([1, 1, 0, 0], **DECODE)
     twin.assert_bounds()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["while", "prefill"])
+def test_the_pool_is_changed_in_place_where_layers_are_unrolled(name):
+    program, spec = lowered(name, scan=False, policy=QUEST)
+    assert not faults(program.compile(), spec)
 
 
 def test_bounds_are_counted():
