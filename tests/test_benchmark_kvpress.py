@@ -121,7 +121,9 @@ REPORT = dict(
         (dict(sets=[SET | dict(logits=2e-4)]), "logits are 2.0e-04 apart"),
         (dict(sets=[SET | dict(logits=None)]), None),
         (dict(decode=[SET | dict(is_tied=False)]), "decode: tova"),
-        (dict(quality=[QUALITY | dict(standard_errors=3.0)]), "perplexity is 0.9900 of kvpress's"),
+        (dict(quality=[QUALITY | dict(standard_errors=3.0, ratio_of_perplexities=1.02)]), "perplexity is 1.0200 of"),
+        (dict(quality=[QUALITY | dict(standard_errors=1.9, ratio_of_perplexities=1.02)]), None),
+        (dict(quality=[QUALITY | dict(standard_errors=9.0, ratio_of_perplexities=1.00001)]), None),
         (dict(quality=[QUALITY | dict(bytes=[1, 2300])]), "2300 bytes, more than 2200"),
     ],
 )

@@ -180,8 +180,10 @@ class Comparison:
         if rule.renumbers:
             # A page for sinks, and one more that the window has begun but not filled.
             return rule.policy(size * (pages - 2) + peer.SINKS - 1)
-        # In decode a row holds one token more until it drops one.
-        return rule.policy(size * pages - int(in_decode))
+        if in_decode:
+            # A row holds one token more until it drops one.
+            return (rule.generating or rule.policy)(size * pages - 1)
+        return rule.policy(size * pages)
 
 
 def _row(rule: Rule, ratio: float, kept: int, pairs, *, with_logits: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Rule:
         press, options: the class of kvpress, and its arguments.
         policy: the policy that keeps so many tokens of a prompt.
         in_decode: whether both drop the same tokens in decode too.
+        generating: the policy that holds so many tokens while it generates, where that is another.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Rule:
     options: dict[str, int]
     policy: Callable[[int], Policy]
     in_decode: bool = False
+    generating: Callable[[int], Policy] | None = None
 
     @property
     def renumbers(self) -> bool:
@@ -49,8 +51,8 @@ class Rule:
 def rules(window: int, kernel: int) -> tuple[Rule, ...]:
     """Return the rules that are the same on both sides.
 
-    KNorm drops the newest token at once in kvpress's decode, where kvjax keeps it; DecodingPress reads slots as if they
-    were in order for StreamingLLM, and the attention of one query for observed attention.
+    In decode one alone is: under DecodingPress, KnormPress may drop the newest token at once, which kvjax keeps,
+    StreamingLLMPress takes slots for positions, and ObservedAttentionPress sees one query.
 
     Args:
         window, kernel: of SnapKV.
@@ -66,7 +68,11 @@ def rules(window: int, kernel: int) -> tuple[Rule, ...]:
         Rule(
             "streaming", "StreamingLLMPress", dict(n_sink=SINKS), lambda n: Streaming(window=n - SINKS + 1, sinks=SINKS)
         ),
-        Rule("knorm", "KnormPress", {}, lambda n: KNorm(budget=n, recent=0)),
+        Rule(
+            "knorm", "KnormPress", {}, lambda n: KNorm(budget=n, recent=0),
+            # kvpress keeps all that follows a prompt; key norms alone would drop most of that.
+            generating=lambda n: KNorm(budget=n, recent=n // 2),
+        ),
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from kvjax.benchmarks.kvpress_peer import environment
 from kvjax.errors import InputError
 
 LOGITS_LIMIT = 1e-4
-# Standard errors of a paired difference, from which on it counts.
-SIGNIFICANT = 2.0
+# A perplexity counts as worse from this ratio and this many standard errors of the paired difference on.
+WORSE, SIGNIFICANT = 1.001, 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def missed(report: dict[str, Any]) -> list[str]:
         name = f"quality: {row['rule']} at ratio {row['ratio']}, {row['how']}"
         if row["bytes"][-1] > row["bytes_kvpress"][-1]:
             lines.append(f"{name}: {row['bytes'][-1]} bytes, more than {row['bytes_kvpress'][-1]}")
-        if row["standard_errors"] > SIGNIFICANT:
+        if row["ratio_of_perplexities"] > WORSE and row["standard_errors"] > SIGNIFICANT:
             lines.append(f"{name}: perplexity is {row['ratio_of_perplexities']:.4f} of kvpress's")
     return lines
 
