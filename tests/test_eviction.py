@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.driver import DECODE, PREFILL, SIZE, assert_same, fork, ids, leaves, truncate
+from helpers.driver import DECODE, PREFILL, SIZE, assert_same, fork, ids, leaves, release, truncate
 from helpers.policies import POLICY_SPEC, PolicyTwin, assert_bounded, h2o, knorm, run_mixed, tova
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -42,7 +42,8 @@ def of_sequence(twin: PolicyTwin, sequence: int) -> dict:
 def test_memory_comes_back_and_stays():
     twin = PolicyTwin(SPEC, rule=h2o(BUDGET))
     for ends in (NONE, NONE, ALL):
-        twin.step([14, 0, 0, 0], **PREFILL, ends=ends)
+        report = twin.step([14, 0, 0, 0], **PREFILL, ends=ends, index=[0])
+        assert not np.asarray(report.full_pages).any(), "pages that change are not for an index of prefixes"
         assert int(twin.cache.pages_used) == ROWS * pages_for(BUDGET if ends is ALL else twin.seen[0], SIZE)
     for _ in range(4 * SIZE):
         twin.step([1, 0, 0, 0], **DECODE)
@@ -141,6 +142,23 @@ def test_decode_waits_for_the_end_of_a_prompt():
     assert bool(twin.step([1, 1, 0, 0], **DECODE).ok)
 
 
+def test_a_token_that_is_not_finite_goes_and_is_nothing_to_others():
+    outs, draws = [], [PolicyTwin(SPEC).draw_tokens(2) for _ in range(BUDGET + 3)]
+    for value in (0.0, np.nan):
+        twin = twin_of(12, 12)
+        for i, qkv in enumerate(draws):
+            q, k, v = (np.array(of) for of in qkv)
+            k[:, 0] = value if i == 0 else k[:, 0]
+            out, _ = twin.run([1, 1, 0, 0], (q, k, v), **DECODE)
+            twin.cache = clear_status(twin.cache)
+            check(twin.cache, held={})
+            outs.append(out)
+    finite, broken = np.array(outs[: len(draws)]), np.array(outs[len(draws) :])
+    np.testing.assert_array_equal(broken[:, :, 1], finite[:, :, 1])
+    assert np.isnan(broken[0, :, 0]).all() and np.isfinite(broken[-1, :, 0]).all()
+    assert all(len(of) == BUDGET and twin.seen[0] + len(draws) - 1 in of for of in of_sequence(twin, 0).values())
+
+
 def row_set(name: str, change: int):
     return lambda cache: {name: getattr(cache, name).at[0, 0, 0].add(change)}
 
@@ -218,8 +236,17 @@ class EvictionMachine(RuleBasedStateMachine):
         return int(self.twin.cache.allocator.num_free)
 
     def slots(self, sequence: int) -> np.ndarray:
-        """Slots [layers, groups] that a sequence has, of tokens or emptied."""
+        """Slots [layers, groups] that a sequence has, of tokens, emptied or passed by a window."""
         return np.asarray(self.twin.cache.next_slot)[:, :, sequence]
+
+    def pages(self, sequence: int) -> int:
+        return int((np.asarray(self.twin.cache.page_table)[:, :, sequence] > 0).sum())
+
+    def passed(self, sequence: int, length: int) -> bool:
+        """Whether a window has passed what a sequence of that length would see."""
+        windows = np.array([2**30 if window is None else window for window in self.spec.windows or ()])
+        visible = np.maximum(length - (windows - 1), 0) // SIZE
+        return bool((np.asarray(self.twin.cache.first)[:, :, sequence] > visible[:, None]).any())
 
     def step(self, lengths, shape, ends):
         cache = self.twin.cache
@@ -227,7 +254,8 @@ class EvictionMachine(RuleBasedStateMachine):
         after = [np.maximum(b + n, self.slots(i)) for i, (b, n) in enumerate(zip(begin, lengths, strict=True))]
         pages = lambda slots: -(-slots // SIZE)  # noqa: E731
         wanted = sum((pages(of) - pages(self.slots(i))).sum() for i, of in enumerate(after))
-        fits = max(of.max() for of in after) <= self.spec.pages_per_seq * SIZE
+        unbounded = [window is None for window in self.spec.windows or ()]
+        fits = max(of[unbounded].max() for of in after) <= self.spec.pages_per_seq * SIZE
         if ends is None:
             unfinished = [
                 n > 0 and of.max() > self.spec.decode_entries * SIZE for n, of in zip(lengths, after, strict=True)
@@ -259,8 +287,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(source=SEQUENCE, into=SEQUENCE)
     def fork(self, source, into):
         before = leaves(self.twin.cache)
-        pages = lambda sequence: int((-(-self.slots(sequence) // SIZE)).sum())  # noqa: E731
-        room = self.free + pages(into) >= pages(source)
+        room = self.free + self.pages(into) >= self.pages(source)
         assert self.twin.fork(source, into) == (source == into or room)
         if not room:
             assert_same(self.twin.cache, before, but=())
@@ -269,7 +296,8 @@ class EvictionMachine(RuleBasedStateMachine):
     def truncate(self, sequence, removed):
         before, seen = leaves(self.twin.cache), self.twin.seen[sequence]
         length = max(seen - removed, 0)
-        assert self.twin.truncate(sequence, length) == (self.twin.is_whole(sequence) or length == seen)
+        whole = self.twin.is_whole(sequence) and not self.passed(sequence, length)
+        assert self.twin.truncate(sequence, length) == (whole or length == seen)
         if int(self.twin.cache.status):
             assert int(self.twin.cache.status) == Status.TRUNCATE_REFUSED
             assert_same(self.twin.cache, before)
@@ -304,7 +332,7 @@ def test_any_order_of_operations_where_heads_keep_the_same_and_a_layer_has_a_win
         spec = dataclasses.replace(POLICY_SPEC, policy=TOVA(budget=BUDGET))
         definition = tova(BUDGET)
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=6, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=6, stateful_step_count=15, deadline=None))
 
 
 @pytest.mark.slow
@@ -331,14 +359,34 @@ def test_pages_of_a_policy_that_drops_whole_ones_are_not_shared_either():
 
 
 @pytest.mark.slow
+def test_sequences_trade_places_in_a_pool_that_is_full():
+    twin = twin_of(20, 14, decode=1)
+    for lengths in ([0, 0, 20, 0], [0, 0, 20, 0], [0, 0, 8, 8]):
+        assert bool(twin.step(lengths, **PREFILL, ends=NONE).ok)
+    assert int(twin.cache.allocator.num_free) == 0
+    first, second = of_sequence(twin, 0), of_sequence(twin, 1)
+    twin.cache, ok = fork(twin.cache, ids([0, 1]), ids([1, 0]))
+    assert bool(ok)
+    for rows in (row for of_layer in twin.rows for row in of_layer):
+        rows[0], rows[1] = rows[1], rows[0]
+    twin.seen[:2] = reversed(twin.seen[:2])
+    twin.assert_equal()
+    assert list(of_sequence(twin, 0).values()) == list(second.values()) != list(first.values())
+    twin.step([1, 1, 0, 0], **DECODE)
+
+
+@pytest.mark.slow
 def test_scrubbing_reaches_what_a_policy_keeps():
     twin = PolicyTwin(dataclasses.replace(SPEC, scrub_on_free=True), rule=h2o(BUDGET))
-    twin.step([20, 4, 0, 0], **PREFILL, ends=NONE)
+    twin.run([20, 4, 0, 0], twin.draw_tokens(24), **PREFILL, ends=NONE)
     held = np.asarray(twin.cache.allocator.refcounts) > 0
-    twin.step([4, 0, 0, 0], **PREFILL, ends=ALL)
-    twin.release([1])
+    assert (np.asarray(twin.cache.policy_state["slots"]["score"])[held] != 0).any(1).all()
+    twin.run([4, 0, 0, 0], twin.draw_tokens(4), **PREFILL, ends=ALL)
+    twin.cache = release(twin.cache, ids([1]))
     freed = held & (np.asarray(twin.cache.allocator.refcounts) == 0)
     assert freed.sum() == 2 * ROWS, "the third pages of the first sequence, and those of the second"
+    for of_pages in (twin.cache.keys, twin.cache.values, twin.cache.policy_state["slots"]["score"]):
+        assert not np.asarray(of_pages)[freed].any()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """TOVA against its definition in float64: the newest query chooses, in prompts and in decode."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from helpers.policies import POLICY_SPEC, SPECIAL, PolicyTwin, run_mixed, run_sp
 
 from kvjax.errors import InputError
 from kvjax.policies import TOVA
+from kvjax.rotary import rotary
 
-BUDGET = 12
+BUDGET, ROTARY = 12, rotary(POLICY_SPEC.head_dim, 10_000.0)
 SPEC = dataclasses.replace(POLICY_SPEC, policy=TOVA(budget=BUDGET, prefill="chunked"))
 
 
@@ -40,9 +42,10 @@ def test_special_tokens(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_prompts_compressed_at_their_ends(groups):
-    """With pages of its own every KV head keeps what its queries attend to."""
+    """With pages of its own every KV head keeps what its queries attend to, wherever the sequences start."""
     spec = dataclasses.replace(POLICY_SPEC, windows=None, groups=groups, policy=TOVA(budget=BUDGET))
-    twin = twin_of(spec)
+    options: dict[str, Any] = dict(rotary=ROTARY, tolerance=1e-4, soft_cap=2.0, starts=(2 * 10**9, 0, 600, 7))
+    twin = PolicyTwin(spec, rule=tova(BUDGET), **options)
     run_mixed(twin, as_prompts=groups == 2)
     assert twin.dropped > 100
 
