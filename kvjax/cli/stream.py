@@ -139,7 +139,7 @@ class _Run:
         from kvjax import snapshots
         from kvjax.streaming import OwnStream, Tally, TextStream
 
-        self.args, self.model = args, model
+        self.args, self.written = args, model.tokenizer.decode_stream()
         if args.generate:
             prompt = args.prompt or "Once upon a time"
             self.stream = OwnStream(model, np.array(model.tokenizer.encode(prompt)), options, limit=args.tokens)
@@ -191,7 +191,7 @@ class _Run:
         if self.steps > 2:  # those before were compiled
             self.seconds, self.timed = self.seconds + time.perf_counter() - began, self.timed + len(piece.tokens)
         if self.args.generate and not self.args.json:
-            print(self.model.tokenizer.decode(piece.tokens.tolist()), end="", flush=True)
+            print("".join(map(self.written.push, piece.tokens.tolist())), end="", flush=True)
         self._show(last=False)
         return True
 
