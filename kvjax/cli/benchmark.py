@@ -58,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=int, nargs="+", default=[128, 1024], metavar="N",
         help="tokens of a sequence at the end of a measurement (default: 128 1024)",
     )  # fmt: skip
+    _add_formats(commands)
+    _add_policies(commands)
+    return parser
+
+
+def _add_formats(commands) -> None:
     formats = commands.add_parser(
         "formats",
         help="time of a decode step with pages in each format",
@@ -76,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=int, default=1024, metavar="N",
         help="tokens of a sequence at the end of a measurement (default: %(default)s)",
     )  # fmt: skip
+
+
+def _add_policies(commands) -> None:
     policies = commands.add_parser(
         "policies",
         help="time of a decode step with a cache that a policy keeps full",
@@ -91,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     policies.add_argument(
         "--context", type=int, default=1024, metavar="N", help="tokens that a sequence holds (default: %(default)s)"
     )
-    return parser
 
 
 def _add_flags(parser: argparse.ArgumentParser, *, peers: bool = True) -> None:
