@@ -186,12 +186,19 @@ class CacheSpec:
         return tuple(rest if w is None else self._ring_of_window(w) for w in self.layer_windows)
 
     @property
+    def decode_slots(self) -> int | None:
+        """Most slots that rows without a window have after a decode step, or None if the policy does not bound them."""
+        if (bound := self.policy.bound) is None:
+            return None
+        whole_pages = pages_for(bound + self.page_size, self.page_size) * self.page_size
+        return whole_pages if self.policy.by_page else bound + 1
+
+    @property
     def decode_entries(self) -> int:
         """Table entries that rows use in decode steps: fewer than there are, if a policy bounds what they keep."""
-        bound, by_page = self.policy.bound, self.policy.by_page
-        if bound is None or any(self.layer_windows):
+        if (slots := self.decode_slots) is None or any(self.layer_windows):
             return self.pages_per_seq
-        return min(self.pages_per_seq, pages_for(bound + (self.page_size if by_page else 1), self.page_size))
+        return min(self.pages_per_seq, pages_for(slots, self.page_size))
 
     @property
     def window_rings(self) -> tuple[int, ...]:

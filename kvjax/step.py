@@ -180,9 +180,10 @@ def _accept(cache: Cache, lengths, num_tokens: int, longest: int, is_decode: boo
     """Refuse lengths no step may have, positions past the last one and, for `debug`, ids that no page has."""
     spec = cache.spec
     bad = (lengths < 0).any() | (lengths > longest).any() | (lengths.sum() > num_tokens)
-    if is_decode and spec.decode_entries < spec.pages_per_seq:
-        # Decode steps read no more than the policy lets a row keep: what is longer has not been compressed.
-        bad |= ((end_slot(cache, lengths) > spec.decode_entries * spec.page_size) & (lengths > 0)[None, None]).any()
+    if is_decode and (most := spec.decode_slots) is not None:
+        # Decode steps drop one token and read no more than the policy keeps: what is longer has not been compressed.
+        has_none = np.array([window is None for window in spec.layer_windows])[:, None, None]
+        bad |= ((end_slot(cache, lengths) > most) & (lengths > 0)[None, None] & has_none).any()
     lengths = jnp.clip(lengths, 0, longest)
     at_end = (cache.next_position > POSITION_END - lengths).any()
     cache = dataclasses.replace(cache, status=cache.status & ~int(Status.OUT_OF_PAGES))
