@@ -100,10 +100,11 @@ def _run(model, state: State, tokens, lengths, longest: int, num_logprobs: int, 
         said["token_kinds"] = state.kinds[tokens]
     cache, step = begin_step(state.cache, lengths, num_tokens=num_tokens, max_query_length=longest, **said)
     logits, cache = model(cache, step, tokens)
+    # Before the step's end gives pages back.
+    peak = jnp.maximum(state.peak_pages, jnp.stack([pool.pages_used for pool in cache.of_pools]))
     cache, report = end_step(cache, step)
     starved = ~report.ok & (lengths > 0) & give_up
     finish = jnp.where(starved, int(Finish.OUT_OF_PAGES), state.finish).astype(jnp.int32)
-    peak = jnp.maximum(state.peak_pages, jnp.stack([pool.pages_used for pool in cache.of_pools]))
     state = dataclasses.replace(state, cache=cache, finish=finish, peak_pages=peak)
     state, chosen = _choose(state, logits, choosing & report.ok, num_logprobs)
     return state, chosen, report.ok
