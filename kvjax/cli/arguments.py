@@ -64,7 +64,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--policy", default="full", metavar="NAME[:key=value,...]",
-        help="what the cache keeps: full, sliding_window, streaming, h2o, tova, snapkv, knorm, random; for example "
+        help="what the cache keeps: full, sliding_window, streaming, h2o, tova, snapkv, knorm, paged_eviction, entropy, "
+        "fastgen, quest, random; for example "
         "streaming:window=508,sinks=4 or h2o:budget=256 (default: %(default)s)",
     )  # fmt: skip
     group.add_argument("--page-size", type=int, help="tokens of a page (default: 64 for int4, else 16)")

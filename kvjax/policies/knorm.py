@@ -17,7 +17,8 @@ class KNorm(ByHead):
     """Keeps the tokens of the smallest key norms; kvpress's KnormPress.
 
     Attributes:
-        recent: newest tokens that stay. kvpress compresses prompts alone and protects none (`recent=0`).
+        recent: newest tokens that stay. kvpress compresses prompts alone and protects none (`recent=0`); where decode
+            drops tokens too, half the budget keeps far more of the quality (docs/kvpress.md).
     """
 
     name: ClassVar[str] = "knorm"
