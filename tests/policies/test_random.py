@@ -1,6 +1,7 @@
 """The control: what is protected stays, and of the others every one is as likely to go."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_every_token_that_is_not_protected_is_as_likely_to_go():
             cache, _, _ = advance(cache, lengths)
         kept = places(cache)
         assert kept.shape == (16, BUDGET) and len({tuple(row) for row in kept}) > 12, "rows choose on their own"
-        dropped += tokens - BUDGET and [(kept != place).all(1).sum() for place in range(tokens)]
+        dropped += [(kept != place).all(1).sum() for place in range(tokens)]
     assert (dropped[:SINKS] == 0).all() and (dropped[-RECENT:] == 0).all()
     others, likely = dropped[SINKS:-RECENT], (tokens - BUDGET) / (tokens - SINKS - RECENT)
     mean, deviation = 16 * rounds * likely, np.sqrt(16 * rounds * likely * (1 - likely))
@@ -63,11 +64,12 @@ def places_of(cache, sequence: int) -> set[int]:
 
 
 def test_bad_values_are_refused(as_a_user):
-    for how, words in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(budget=5), "budget 5 of policy random leaves no token beside the 5 that always stay: give at least 6"),
         (dict(budget=9, sinks=-1), "sinks is -1"),
         (dict(budget=9, recent=0), "recent is 0"),
         (dict(budget=9, seed=-1), "seed is -1"),
-    ):
+    )
+    for how, words in cases:
         with pytest.raises(InputError, match=words):
             Random(**how)
