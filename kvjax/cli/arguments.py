@@ -64,9 +64,9 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--policy", default="full", metavar="NAME[:key=value,...]",
-        help="what the cache keeps: full, sliding_window, streaming, h2o, tova, snapkv, knorm, paged_eviction, entropy, "
-        "fastgen, quest, random; for example "
-        "streaming:window=508,sinks=4 or h2o:budget=256 (default: %(default)s)",
+        help="what the cache keeps: full, sliding_window, streaming, h2o, tova, snapkv, knorm, paged_eviction, "
+        "entropy, fastgen, quest, random; for example streaming:window=508,sinks=4 or h2o:budget=256 "
+        "(default: %(default)s)",
     )  # fmt: skip
     group.add_argument("--page-size", type=int, help="tokens of a page (default: 64 for int4, else 16)")
     group.add_argument("--num-pages", type=int, help="pages of the pool, page 0 included; default: what is needed")

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         dtype=args.dtype, batches=tuple(dict.fromkeys(args.batch)), new_tokens=args.new_tokens, repeats=args.repeats
     )
     if args.benchmark == "policies":
-        chosen = dict() if args.policies is None else dict(policies=tuple(args.policies))
+        chosen: dict[str, Any] = dict() if args.policies is None else dict(policies=tuple(args.policies))
         of_policies = policies.Settings(**common, **chosen, context=args.context)
         model = load(args.model, args.dtype, notify=arguments.progress)
         report = policies.run(model.decoder, of_policies, arguments.progress)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, whole_number
 from kvjax.policies.budget import Budgeted
 from kvjax.policy import Held, one_of
 
@@ -29,6 +29,8 @@ class PagedEviction(Budgeted):
 
     Attributes:
         budget: tokens, at least three pages.
+        recent: newest tokens that stay; a page of them by default, and never less. More of them serve perplexity
+            (docs/policies.md); it is no part of the paper.
         score: "v_over_k" as in the paper, "inv_k" (1 / |k|) or "v" (|v|) as in its authors' code.
     """
 
@@ -36,18 +38,25 @@ class PagedEviction(Budgeted):
     in_decode: ClassVar[bool] = True
     by_page: ClassVar[bool] = True
     score: str = "v_over_k"
+    recent: int = 1
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "recent", whole_number("recent", self.recent, 1))
         one_of("score", self.score, SCORES)
 
     def check(self, spec: CacheSpec) -> None:
         super().check(spec)
-        if self.budget < 3 * spec.page_size:
+        size = spec.page_size
+        if self.budget < (least := self._stay(size) + size):
             raise InputError(
-                f"budget {self.budget} of policy {self.name} is less than three pages of {spec.page_size} tokens, and "
-                f"the first and the last stay: give at least {3 * spec.page_size}"
+                f"budget {self.budget} of policy {self.name} leaves less than a page of {size} tokens beside the first "
+                f"page and the newest {self._stay(size) - size} tokens, which stay: give at least {least}"
             )
+
+    def _stay(self, page_size: int) -> int:
+        """Tokens that stay whatever their score."""
+        return page_size + max(self.recent, page_size)
 
     def slot_state(self) -> dict[str, str]:
         return dict(score="float32")
@@ -60,5 +69,5 @@ class PagedEviction(Budgeted):
         return dict(score=(content / (of_keys + _LEAST_NORM)).mean(-1))
 
     def rank(self, held: Held):
-        stays = (held.place < held.page_size) | (held.age <= held.page_size)
-        return jnp.where(stays, jnp.inf, held.slots["score"]), self.budget - 2 * held.page_size
+        stays = (held.place < held.page_size) | (held.age <= max(self.recent, held.page_size))
+        return jnp.where(stays, jnp.inf, held.slots["score"]), self.budget - self._stay(held.page_size)

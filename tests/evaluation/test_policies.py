@@ -241,7 +241,7 @@ def test_settings_out_of_range(given, message):
 def test_lengths_and_budgets_that_do_not_fit_are_refused_before_the_first_row(model):
     with pytest.raises(kvjax.InputError, match="2048 tokens are more than the 1024 that .* was trained on"):
         policies.run(model, Settings(passkey_lengths=[2048]), [prose()], print)
-    with pytest.raises(kvjax.InputError, match="paged_eviction for 400 tokens: budget 40 .* less than three pages"):
+    with pytest.raises(kvjax.InputError, match="paged_eviction for 400 tokens: budget 40 .* less than a page"):
         settings: dict[str, Any] = TINY | dict(policies=["paged_eviction"])
         policies.run(model, Settings(**settings), [prose()], print)
 

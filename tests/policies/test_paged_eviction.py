@@ -11,6 +11,7 @@ from helpers.policies import POLICY_SPEC, PolicyTwin, Rule, Token
 
 from kvjax.errors import InputError
 from kvjax.policies import PagedEviction, parse_policy
+from kvjax.policy import Held
 
 SIZE, BUDGET = POLICY_SPEC.page_size, 24
 
@@ -128,10 +129,23 @@ def test_a_prompt_that_ends_with_one_token_is_pruned():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(InputError, match="budget 23 of policy paged_eviction is less than three pages of 8.*at least"):
+    with pytest.raises(
+        InputError, match="budget 23 of policy paged_eviction leaves less than a page of 8.*at least 24"
+    ):
         dataclasses.replace(POLICY_SPEC, policy=PagedEviction(budget=23))
     with pytest.raises(InputError, match="score is 'norm': choose one of v_over_k, inv_k, v"):
         parse_policy("paged_eviction:budget=64,score=norm")
     with pytest.raises(InputError, match="paged_eviction needs budget"):
         parse_policy("paged_eviction")
     assert parse_policy("paged_eviction:budget=64,prefill=chunked") == PagedEviction(budget=64, prefill="chunked")
+
+
+def test_more_of_the_newest_tokens_can_stay():
+    positions = jnp.arange(64, dtype=jnp.int32)
+    score, of_row = jnp.linspace(1, 0, 64, dtype=jnp.float32), jnp.int32(0)
+    held = Held(positions, dict(score=score), {}, of_row, jnp.int32(64), of_row, 8)
+    rank, allowed = PagedEviction(budget=40, recent=20).rank(held)
+    assert np.flatnonzero(np.isinf(rank)).tolist() == [*range(8), *range(44, 64)] and allowed == 40 - 28
+    spec = dataclasses.replace(POLICY_SPEC, windows=None)
+    with pytest.raises(InputError, match="the newest 20 tokens, which stay: give at least 36"):
+        dataclasses.replace(spec, policy=PagedEviction(budget=35, recent=20))
