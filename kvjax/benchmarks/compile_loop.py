@@ -39,7 +39,8 @@ SEQS, CHUNK, TOKENS, STEPS = 32, 512, 128, 8
 _LAYERS = dict(v5e=8)
 _DEVICES = dict(h200=(1, 8))
 _QUANTIZED = dict(h200=("int8", "int4"))
-_POLICIES = dict(h200=("streaming:window=2044", "h2o:budget=2048"))
+_H2O = "h2o:budget=2048"
+_POLICIES = dict(h200=(("generate", "streaming:window=2044"), ("prefill", _H2O), ("generate", _H2O)))
 
 
 def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:
@@ -142,6 +143,5 @@ if __name__ == "__main__":
     for name in _QUANTIZED.get(chosen, ()):
         for program in ("prefill", "generate"):
             print(json.dumps(compile_program(program, chosen, 1, name)), flush=True)
-    for kept in _POLICIES.get(chosen, ()):
-        for program in ("prefill", "generate"):
-            print(json.dumps(compile_program(program, chosen, 1, policy=kept)), flush=True)
+    for program, kept in _POLICIES.get(chosen, ()):
+        print(json.dumps(compile_program(program, chosen, 1, policy=kept)), flush=True)
