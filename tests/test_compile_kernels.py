@@ -58,7 +58,7 @@ ROWS = dict(
         floor_us=0.25, pool_copies=0, temp_bytes=77, faults=[],
     ),
     loop=dict(
-        format="int8",
+        format="int8", policy="full",
         program="generate", devices=8, pool_bytes=4_294_967_296, alias_bytes=4_300_000_000, temp_bytes=77,
         pool_copies=0, kernels=3, faults=[],
     ),

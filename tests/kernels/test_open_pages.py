@@ -79,7 +79,7 @@ def test_pages_are_the_same_in_whatever_parts_their_tokens_come(parts):
         ]  # fmt: skip
         padded = [ids(np.pad(of, (0, 7 - len(of)))[None]) for of in touched]
         new = jnp.asarray(np.pad(keys[:, done : done + part], ((0, 0), (0, 40 - part), (0, 0), (0, 0))))
-        pages, kept = write(pages, kept, new, *padded)
+        pages, kept = write(pages, kept, new, *padded, padded[-1])
         done += part
         left = done % size
         if left:

@@ -140,7 +140,7 @@ def _suite():
     """Small cases that together use everything; padding would bring what is not there."""
     return (
         case_of(groups=2, seed=1), case_of(size=16, heads=16, dims=(256, 256), touched=3),
-        (*case_of(touched=5)[:2], *(jnp.asarray([of], jnp.int32) for of in ([1, 0], [0, 500], [2, 0], [5, 1]))),
+        (*case_of(touched=5)[:2], *(jnp.asarray([of], jnp.int32) for of in ([1, 0], [0, 500], [2, 0], [5, 1], [6, 1]))),
     )  # fmt: skip
 
 
