@@ -100,8 +100,6 @@ def paged_attention(
     )  # fmt: skip
     if page_list is not None and rows.sinks:
         reason = "a page list and sinks in one call"
-    if rows.full_only and rows.sinks:
-        reason = "sinks, whose page may be open, beside keys with scales per channel"
     if reason is not None:
         raise NotImplementedError(f"the Hopper kernel cannot serve this call: {reason}")
     if page_list is not None and max_query_length > 1:

@@ -113,8 +113,9 @@ def test_the_write_compiles_for_an_h200_in_place(kernels_python):
 FAULTS = {
     "missing wait for a row": ("plgpu.barrier_wait(arrived.at[i])\n", "pass\n"),
     "missing commit of the zeros": ("        plgpu.commit_smem()\n", ""),
-    "one zero too few": ("lax.fori_loop(behind, chunk,", "lax.fori_loop(behind + 1, chunk,"),
-    "one zero too many": ("lax.fori_loop(behind, chunk,", "lax.fori_loop(behind - 1, chunk,"),
+    "one zero too few": ("lax.fori_loop(unused, chunk,", "lax.fori_loop(unused + 1, chunk,"),
+    "one zero too many": ("lax.fori_loop(unused, chunk,", "lax.fori_loop(unused - 1, chunk,"),
+    "tokens behind a hole cleared": ("lax.fori_loop(unused, chunk,", "lax.fori_loop(behind, chunk,"),
     "nothing cleared": ("zero[...] = jnp.zeros(zero.shape, zero.dtype)", "pass"),
     "token of the slot before": ("first + first_slot + i - begin", "first + first_slot + i - begin - 1"),
     "token of the page's first slot": ("first + first_slot + i - begin", "first + first_slot + i"),
