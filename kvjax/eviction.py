@@ -54,11 +54,14 @@ def _held(cache: Cache, layers: slice | Int32[Array, " 1"], entries: int) -> Hel
     """What the rows of some layers hold in their first table entries."""
     ids = cache.page_table[layers, :, :, :entries]
     take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
-    slots = jax.tree.map(take, cache.policy_state["slots"])
+    # The barrier: every sum over the slots would gather them anew.
+    positions, slots = lax.optimization_barrier(
+        (take(cache.positions), jax.tree.map(take, cache.policy_state["slots"]))
+    )
     number = jnp.arange(cache.first.size, dtype=jnp.int32).reshape(cache.first.shape)
     rows, number = jax.tree.map(lambda of: of[layers], (cache.policy_state["rows"], number))
     next_position, start = cache.next_position[None, None], cache.start_position[None, None]
-    return Held(take(cache.positions), slots, rows, number, next_position, start, cache.spec.page_size)
+    return Held(positions, slots, rows, number, next_position, start, cache.spec.page_size)
 
 
 def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
@@ -73,8 +76,10 @@ def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
 
 def _first_of_least(rank: Float32[Array, "*rows n"], age: Int32[Array, "*rows n"]) -> Int32[Array, "*rows"]:
     """Index of the lowest rank, of the greatest age among equal ones."""
-    lowest = rank == rank.min(-1, keepdims=True)
-    return jnp.where(lowest, age, -1).argmax(-1).astype(jnp.int32)
+    # XLA on CPUs vectorises minima, but not the index of one.
+    lowest = jnp.where(rank == rank.min(-1, keepdims=True), age, -1)
+    number = jnp.arange(rank.shape[-1], dtype=jnp.int32)
+    return jnp.where(lowest == lowest.max(-1, keepdims=True), number, rank.shape[-1] - 1).min(-1)
 
 
 def _at(of_rows: Array, index: Int32[Array, "*rows"]) -> Array:
@@ -103,26 +108,27 @@ def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array,
 def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
     """Take the page of lowest rank out of rows whose last page is full; the last page takes its place."""
     size, table, entries = cache.spec.page_size, cache.page_table, cache.spec.decode_entries
-    held = _held(cache, _ALL, entries)
-    by_page = lambda of_slots: of_slots.reshape(*table.shape[:-1], entries, size)  # noqa: E731
-    rank, excess = _ranked(cache, held, _ALL)
-    dropping = alone & (excess > 0) & (cache.next_slot % size == 0)
+    full = alone & (cache.next_slot % size == 0)
 
-    def drop(table, allocator, status):
+    def drop(table, next_slot, allocator, status):
+        held = _held(cache, _ALL, entries)
+        by_page = lambda of_slots: of_slots.reshape(*table.shape[:-1], entries, size)  # noqa: E731
+        rank, excess = _ranked(cache, held, _ALL)
+        dropping = full & (excess > 0)
         victim = _first_of_least(by_page(rank).mean(-1), by_page(held.age).max(-1))
         last = jnp.maximum(cache.next_slot // size - 1, 0)
         old, moved = (jnp.where(dropping, _at(table, entry), 0) for entry in (victim, last))
         row = jnp.ix_(*map(jnp.arange, victim.shape))
         table = table.at[(*row, victim)].add(moved - old, mode="promise_in_bounds")
         table = table.at[(*row, last)].add(-moved, mode="promise_in_bounds")
-        return (table, *drop_pages(allocator, status, old.reshape(-1)))
+        next_slot = next_slot - jnp.where(dropping, size, 0)
+        return (table, next_slot, *drop_pages(allocator, status, old.reshape(-1)))
 
-    def keep(table, allocator, status):
-        return table, allocator, status, jnp.zeros(dropping.size, jnp.int32)
+    def keep(*parts):
+        return *parts, jnp.zeros(full.size, jnp.int32)
 
-    parts = (table, cache.allocator, cache.status)
-    table, allocator, status, freed = lax.cond(dropping.any(), drop, keep, *parts)
-    next_slot = cache.next_slot - jnp.where(dropping, size, 0)
+    parts = (table, cache.next_slot, cache.allocator, cache.status)
+    table, next_slot, allocator, status, freed = lax.cond(full.any(), drop, keep, *parts)
     cache = dataclasses.replace(cache, page_table=table, allocator=allocator, status=status, next_slot=next_slot)
     return scrub(cache, freed)
 

@@ -23,8 +23,8 @@ class Settings:
     """What to measure.
 
     Attributes:
-        policies: as `--policy` takes them; a budget or window that one does not name is `context`. "full" comes first
-            whether it is named or not.
+        policies: as `--policy` takes them; where one names no budget or window, steps see `context` tokens. "full" is
+            measured first, whether it is named or not.
         dtype: of weights, computation and pages.
         batches: sequences, all of them are measured.
         context: tokens that a sequence holds.
@@ -56,11 +56,11 @@ class Settings:
             self.policy(text)
 
     def policy(self, text: str) -> Policy:
-        """The policy that a text stands for, with room for the context.
+        """The policy that a text stands for, with room for a step to see the context, its own token included.
 
         Streaming's sinks are 4 unless the text says otherwise: then it must name the window too.
         """
-        return parse_policy(text, budget=self.context, window=self.context - 4 * text.startswith("streaming"))
+        return parse_policy(text, budget=self.context - 1, window=self.context - 4 * text.startswith("streaming"))
 
 
 def run(model: Decoder, settings: Settings, notify: Notify) -> dict[str, Any]:
