@@ -76,12 +76,7 @@ def attend[C: (Cache, PooledCache)](
     sink_logits = None if sink_logits is None else floats("sink_logits", sink_logits, (q.shape[1],))
     scale = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     soft_cap = None if soft_cap is None else _finite("soft_cap", soft_cap, above=0)
-    unrotated, of_sinks = q, None
-    if rotary is not None:
-        cos, sin = rotary_embedding.angles(rotary, step.position, layer)
-        q = rotary_embedding.apply_angles(q, cos, sin, rotary.layout)
-        k = rotary_embedding.apply_angles(k, cos, sin, rotary.layout)
-        of_sinks = _seen_by_sinks(cache, step, layer, unrotated, rotary)
+    q, k, of_sinks = (q, k, None) if rotary is None else _rotated(cache, step, layer, q, k, rotary)
     options: dict[str, Any] = dict(
         scale=scale, soft_cap=soft_cap, sink_logits=sink_logits, max_query_length=step.max_query_length
     )
@@ -93,6 +88,13 @@ def attend[C: (Cache, PooledCache)](
     number, within = cache.spec.place_of(int(layer))
     out, changed = _attend(cache.of_pools[number], step.of_pool(number), within, *given)
     return out, cache.with_pools(changed if i == number else of for i, of in enumerate(cache.of_pools))
+
+
+def _rotated(cache: Cache | PooledCache, step: Step, layer, q: Array, k: Array, rotary: Rotary):
+    """Queries and keys at their positions, and the queries as sinks see them, if that is different."""
+    cos, sin = rotary_embedding.angles(rotary, step.position, layer)
+    of_both = (rotary_embedding.apply_angles(x, cos, sin, rotary.layout) for x in (q, k))
+    return *of_both, _seen_by_sinks(cache, step, layer, q, rotary)
 
 
 def _seen_by_sinks(cache: Cache | PooledCache, step: Step, layer, q: Array, rotary: Rotary) -> Array | None:

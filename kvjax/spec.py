@@ -212,14 +212,14 @@ class CacheSpec:
             return (PoolSpec(tuple(range(self.num_layers)), self),)
         kept = tuple(layer for layer in range(self.num_layers) if layer not in self.skip_layers)
         parts, skip_pages = (kept, tuple(self.skip_layers)), self.skip_pages or self._share_of(self.skip_layers, kept)
-        pages = (self.num_pages - skip_pages, skip_pages)
+        pages, windows = (self.num_pages - skip_pages, skip_pages), self._named_windows()
         formats = (dict(), dict(format=self.skip_format, key_format=None, value_format=None))
         return tuple(
             PoolSpec(
                 layers,
                 dataclasses.replace(
                     self, num_layers=len(layers), num_pages=count, skip_layers=(), skip_pages=None,
-                    windows=[self.layer_windows[layer] for layer in layers], **changes,
+                    windows=[windows[layer] for layer in layers], **changes,
                 ),
             )
             for layers, count, changes in zip(parts, pages, formats, strict=True)

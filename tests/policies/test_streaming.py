@@ -169,3 +169,9 @@ def test_models_with_windows_and_tables_that_are_too_small_are_refused():
         dataclasses.replace(STREAM, windows=(None, 11))
     with pytest.raises(InputError, match="pages_per_seq 6 is too small for layer 0: window 13, max_query_length 20"):
         dataclasses.replace(STREAM, pages_per_seq=6)
+
+
+def test_layers_in_another_format_stream_too():
+    spec = dataclasses.replace(STREAM, num_layers=2, skip_layers=[0])
+    assert [pool.spec.policy for pool in spec.pools] == [STREAM.policy] * 2
+    assert {pool.spec.layer_windows for pool in spec.pools} == {(STREAM.policy.window_size,)}
