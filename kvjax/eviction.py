@@ -8,6 +8,7 @@ All of it acts on layers without a window, and nothing asks the host.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +55,16 @@ def _held(cache: Cache, layers: slice | Int32[Array, " 1"], entries: int) -> Hel
     """What the rows of some layers hold in their first table entries."""
     ids = cache.page_table[layers, :, :, :entries]
     take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
-    # The barrier: every sum over the slots would gather them anew.
-    positions, slots = lax.optimization_barrier(
-        (take(cache.positions), jax.tree.map(take, cache.policy_state["slots"]))
-    )
+    positions, slots = _gathered_once((take(cache.positions), jax.tree.map(take, cache.policy_state["slots"])))
     number = jnp.arange(cache.first.size, dtype=jnp.int32).reshape(cache.first.shape)
     rows, number = jax.tree.map(lambda of: of[layers], (cache.policy_state["rows"], number))
     next_position, start = cache.next_position[None, None], cache.start_position[None, None]
     return Held(positions, slots, rows, number, next_position, start, cache.spec.page_size)
+
+
+def _gathered_once(gathered: Any) -> Any:
+    """Keep XLA on CPUs from gathering anew for every reduction; elsewhere that costs little, and arrays memory."""
+    return lax.platform_dependent(gathered, cpu=lax.optimization_barrier, default=lambda gathered: gathered)
 
 
 def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
