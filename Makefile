@@ -27,7 +27,7 @@ test: lint types
 # The tests marked slow, then the core tests on the oldest jax, and some shapes compiled with it.
 test-slow: .venv/.stamp .venv-oldest/.stamp .venv-kernels/.stamp .venv-kernels-oldest/.stamp
 	KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels/bin/python .venv/bin/python -m pytest -m slow -n 2 --dist loadfile
-	.venv-oldest/bin/python -m pytest -m "not slow" $(CORE_TESTS)
+	.venv-oldest/bin/python -m pytest -m "not slow" -n 2 --dist loadfile $(CORE_TESTS)
 	for target in h200 v5e; do \
 	    KVJAX_KERNELS_PYTHON=$(CURDIR)/.venv-kernels-oldest/bin/python \
 	        .venv/bin/python scripts/compile_kernels.py --target $$target --shapes 8 || exit 1; \
@@ -69,7 +69,7 @@ gemma: .venv/.gemma
 .venv-oldest/.stamp: pyproject.toml constraints-oldest.txt
 	$(HAS_PYTHON)
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/$(PIP) -c constraints-oldest.txt -e . pytest hypothesis beartype
+	.venv-oldest/$(PIP) -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis beartype
 	@touch $@
 
 kernel-checks: .venv-kernels/.stamp

@@ -1,6 +1,5 @@
 """What holds for every test: jax's strict settings, shapes checked at run time, hypothesis profiles, tools."""
 
-import gc
 import os
 import signal
 import sys
@@ -37,6 +36,7 @@ jaxtyping.install_import_hook("kvjax", "beartype.beartype(conf=beartype.Beartype
 sys.path.append(str(Path(__file__).parent))
 
 from helpers.checkpoints import hf_tensors, random_weights, write_folder, write_gguf  # noqa: E402, F401
+from helpers.mappings import forget_programs_if_many  # noqa: E402
 
 # The same examples in every run, so that a failure is the commit's. For a search: HYPOTHESIS_PROFILE=search.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
@@ -46,12 +46,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 @pytest.fixture(scope="module", autouse=True)
 def few_mappings():
-    """Forget compiled programs in time: each maps memory of its own, and Linux gives a process 65530 mappings."""
+    """Keep a process that tests one module after the other below Linux's limit of mappings."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > 15_000:
-        jax.clear_caches()
-        gc.collect()
+    forget_programs_if_many()
 
 
 def missing(reason: str) -> None:

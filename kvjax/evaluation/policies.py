@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.batch import cache_spec
@@ -124,6 +125,8 @@ def run(
             report["rows"].append(measured.row(candidate))
             report |= dict(limits=verdicts(report["rows"]), seconds=measured.seconds)
             on_row(report)
+            # A row shares no programs with the next. Each maps memory, and Linux gives a process 65530 mappings.
+            jax.clear_caches()
         report["complete"] = True
     except Stopped:
         notify(f"stopped with {len(report['rows'])} of {len(settings.rows)} rows")

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import sizes
-from kvjax.evaluation import formats, policies, small_protocol
+from kvjax.evaluation import continuation, formats, policies, small_protocol
 from kvjax.evaluation.budgets import RECOVERIES, Candidate, candidates, described
 from kvjax.evaluation.continuation import STEPS, Prompted
 from kvjax.evaluation.picture import pareto
@@ -198,6 +198,7 @@ def test_a_report_holds_what_was_measured(model):
         model, Settings(**TINY), [prose()], said.append, on_row=lambda of: seen.append(len(of["rows"]))
     )
     assert "minutes" in said[0] and seen == [1, 2] and report["complete"]
+    assert continuation._decode._cache_size() == 0, "programs of earlier rows take mappings from later ones"
     assert json.loads(json.dumps(report)) == report
     kept, same = report["rows"]
     assert kept.keys() >= KEYS and kept["said"] == "h2o:budget=40,recent=8" and kept["budget"] == 0.1

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
+from helpers.mappings import forget_programs_if_many
+
 
 def with_fault(modules: Sequence[Any], module: Any, old: str, new: str) -> Any:
     """A copy of the last of `modules`, over copies of the others, of which `module` has `new` in place of `old`."""
@@ -45,7 +47,10 @@ def noticed_by(cases: Iterable[Callable[[], None]], forget: Callable[[], Any], f
 
 def assert_all_noticed(names: Iterable[str], notice: Callable[[str], str | None], capsys) -> None:
     """Print which case noticed each fault, and fail if none noticed one."""
-    noticed = {name: notice(name) for name in names}
+    noticed = {}
+    for name in names:
+        noticed[name] = notice(name)
+        forget_programs_if_many()
     with capsys.disabled():
         print()
         for name, by in noticed.items():

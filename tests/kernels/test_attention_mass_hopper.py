@@ -236,6 +236,13 @@ FAULTS = {
 }  # fmt: skip
 
 
+# The case that notices a fault, where the first does not.
+NOTICED_BY = {
+    "missing wait for free keys": 2, "band + 1": 1, "band - 1": 1, "sinks - 1": 1, "sinks counted twice": 1,
+    "sinks in the window only": 1, "sinks seen by the other query": 1, "ring not turned": 1, "entries not turned": 1,
+}  # fmt: skip
+
+
 @functools.cache
 def _suite():
     """Small cases that together use everything: (case, options)."""
@@ -248,12 +255,12 @@ def _suite():
     )
 
 
-def _noticed_by(kernel) -> str | None:
+def _noticed_by(kernel, first: int = 0) -> str | None:
     def run(case, options):
         check(mass(case, kernel=kernel, **options), case, band=options.get("band"))
 
     cases = (functools.partial(run, *of) for of in _suite())
-    return noticed_by(cases, gpu_callbacks.reset_gpu_interpret_mode_state)
+    return noticed_by(cases, gpu_callbacks.reset_gpu_interpret_mode_state, first)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -270,4 +277,5 @@ def test_mutation_suite_passes_without_a_fault():
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
     modules = (hopper_work, hopper_tile, hopper_kernel, hopper)
-    assert_all_noticed(FAULTS, lambda name: _noticed_by(with_fault(modules, *FAULTS[name])), capsys)
+    notice = lambda name: _noticed_by(with_fault(modules, *FAULTS[name]), NOTICED_BY.get(name, 0))  # noqa: E731
+    assert_all_noticed(FAULTS, notice, capsys)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 from helpers.faults import assert_all_noticed, noticed_by, with_fault
@@ -103,7 +102,6 @@ def test_mutation_suite_passes_without_a_fault():
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
     def notice(name):
-        jax.clear_caches()
         return _noticed_by(with_fault(MODULES, *FAULTS[name]), NOTICED_BY.get(name, 0))
 
     assert_all_noticed(FAULTS, notice, capsys)

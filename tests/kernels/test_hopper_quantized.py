@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -208,7 +207,6 @@ def test_mutation_suite_passes_without_a_fault():
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
     def notice(name):
-        jax.clear_caches()
         return _noticed_by(with_fault(MODULES, *FAULTS[name]), NOTICED_BY.get(name, 0))
 
     assert_all_noticed(FAULTS, notice, capsys)

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from helpers.faults import assert_all_noticed, noticed_by, with_fault
@@ -82,6 +81,17 @@ QUANTIZED_FAULTS = {
 }  # fmt: skip
 
 
+# The case that notices a fault, where the first does not.
+NOTICED_BY = {
+    "wrong head map": 1, "unmasked tail": 2, "old total not shrunk": 2, "old output not shrunk": 2, "window + 1": 1,
+    "window - 1": 1, "sink off by one": 1, "logits of another query": 1, "logits of a ring not turned": 1,
+    "missing wait for logits": 1, "query of sinks for all": 1, "missing wait for scales": 2, "swapped nibbles": 1,
+    "swapped nibbles of channels": 2, "forgotten minimum of keys": 1, "minimum times another query": 1,
+    "forgotten minimum of values": 1, "scale of the channels of another page": 2, "forgotten minimum of channels": 2,
+    "sign of a float16": 1, "output of a query without pages": 2,
+}  # fmt: skip
+
+
 @functools.cache
 def _suite():
     """Small cases that together use everything: (case, mode, heads of a step, logits asked for)."""
@@ -105,13 +115,13 @@ def _quantized_suite():
     )  # fmt: skip
 
 
-def _noticed_by(kernel, suite) -> str | None:
+def _noticed_by(kernel, suite, first: int = 0) -> str | None:
     def run(case, mode, heads, last):
         shape = tpu.Shape(heads, max(128 // case.page_size, 1), 1 if case.longest == 1 else 8)
         check(attend(case, shape=shape, mode=mode, last_logits=last, kernel=kernel), case, last_logits=last)
 
     cases = (functools.partial(run, *of) for of in suite)
-    return noticed_by(cases, pltpu.reset_tpu_interpret_mode_state)
+    return noticed_by(cases, pltpu.reset_tpu_interpret_mode_state, first)
 
 
 @pytest.mark.slow
@@ -126,7 +136,6 @@ def test_mutation_every_planted_fault_is_noticed(faults, suite, capsys):
     modules = (tpu_plan, tpu_codes, tpu_block, tpu_fetch, tpu_kernel, tpu_logits, tpu)
 
     def notice(name):
-        jax.clear_caches()
-        return _noticed_by(with_fault(modules, *faults[name]), suite())
+        return _noticed_by(with_fault(modules, *faults[name]), suite(), NOTICED_BY.get(name, 0))
 
     assert_all_noticed(faults, notice, capsys)

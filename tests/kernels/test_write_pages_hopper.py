@@ -6,7 +6,6 @@ import os
 import subprocess
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,7 +156,6 @@ def test_mutation_suite_passes_without_a_fault():
 @pytest.mark.slow
 def test_mutation_every_planted_fault_is_noticed(capsys):
     def notice(name):
-        jax.clear_caches()
         return _noticed_by(with_fault([in_hopper], in_hopper, *FAULTS[name]))
 
     assert_all_noticed(FAULTS, notice, capsys)
