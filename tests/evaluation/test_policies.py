@@ -198,7 +198,8 @@ def test_a_report_holds_what_was_measured(model):
         model, Settings(**TINY), [prose()], said.append, on_row=lambda of: seen.append(len(of["rows"]))
     )
     assert "minutes" in said[0] and seen == [1, 2] and report["complete"]
-    assert continuation._decode._cache_size() == 0, "programs of earlier rows take mappings from later ones"
+    decode: Any = continuation._decode
+    assert decode._cache_size() == 0, "programs of earlier rows take mappings from later ones"
     assert json.loads(json.dumps(report)) == report
     kept, same = report["rows"]
     assert kept.keys() >= KEYS and kept["said"] == "h2o:budget=40,recent=8" and kept["budget"] == 0.1
