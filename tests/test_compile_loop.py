@@ -114,7 +114,8 @@ def test_generation_compiles_for_one_and_for_eight_h200s(kernels_python, capsys)
     rows = json.loads(capsys.readouterr().out)["rows"]
     plain = [(of, devices, "bfloat16", "full") for devices in (1, 8) for of in ("prefill", "generate", "stream")]
     quantized = [(of, 1, form, "full") for form in ("int8", "int4") for of in ("prefill", "generate")]
-    programs = (("generate", "streaming:window=2044"), *((of, "h2o:budget=2048") for of in ("prefill", "generate")))
+    h2o = [(of, "h2o:budget=2048") for of in ("prefill", "generate")]
+    programs = [("generate", "streaming:window=2044"), *h2o, ("generate", "quest:top_pages=64")]
     kept = [(of, 1, "bfloat16", policy) for of, policy in programs]
     columns = ("program", "devices", "format", "policy")
     assert [tuple(row[name] for name in columns) for row in rows] == plain + quantized + kept

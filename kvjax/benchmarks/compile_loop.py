@@ -40,7 +40,14 @@ _LAYERS = dict(v5e=8)
 _DEVICES = dict(h200=(1, 8))
 _QUANTIZED = dict(h200=("int8", "int4"))
 _H2O = "h2o:budget=2048"
-_POLICIES = dict(h200=(("generate", "streaming:window=2044"), ("prefill", _H2O), ("generate", _H2O)))
+_POLICIES = dict(
+    h200=(
+        ("generate", "streaming:window=2044"),
+        ("prefill", _H2O),
+        ("generate", _H2O),
+        ("generate", "quest:top_pages=64"),
+    )
+)
 
 
 def faults(row: dict[str, Any], donated_bytes: int) -> list[str]:

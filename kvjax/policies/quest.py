@@ -64,8 +64,9 @@ class Quest(Policy):
         return dict(least=rounded_down(least, _DTYPE), greatest=-rounded_down(negated, _DTYPE))
 
     def score_pages(self, q, kept):
-        # [groups, seqs, pages, heads, head_dim] -> [kv_heads, seqs, pages, head_dim]
-        of_heads = lambda of: jnp.moveaxis(of, 3, 1).reshape(-1, *of.shape[1:3], of.shape[-1]).astype(jnp.float32)  # noqa: E731
-        q = q.swapaxes(0, 1)
-        bound = lambda q, of: jnp.einsum("hsgd,hspd->hsgp", q, of_heads(of), precision="highest")  # noqa: E731
-        return (bound(jnp.maximum(q, 0), kept["greatest"]) + bound(jnp.minimum(q, 0), kept["least"])).max(2)
+        # [groups, seqs, pages, heads, head_dim] -> [kv_heads, seqs, 1, pages, head_dim]
+        of_heads = lambda of: jnp.moveaxis(of, 3, 1).reshape(-1, *of.shape[1:3], of.shape[-1])[:, :, None]  # noqa: E731
+        least, greatest = (of_heads(kept[name]).astype(jnp.float32) for name in ("least", "greatest"))
+        q = q.swapaxes(0, 1)[:, :, :, None]
+        # No einsum: XLA would gather the bounds of a layer's pages into an array for it.
+        return (jnp.maximum(q, 0) * greatest + jnp.minimum(q, 0) * least).sum(-1).max(2)

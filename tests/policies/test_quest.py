@@ -121,6 +121,15 @@ def test_decode_reads_the_pages_of_the_largest_bounds(form, static_layer):
     assert not np.allclose(twin.out[1, 0], dense[1, 0], atol=0.1), "not all is read"
 
 
+@pytest.mark.slow
+def test_layers_of_another_pool_are_dense_by_their_number_in_the_model():
+    """The second pool's first layer is the model's third."""
+    spec = dataclasses.replace(LAYERS, windows=None, format="int8", skip_layers=(0, 2), skip_format="float32")
+    twin = filled(spec=spec, static_layer=True)
+    for _ in range(3):
+        twin.step([1, 1, 1, 0], **DECODE)
+
+
 def test_bounds_follow_pages_that_are_copied_shared_cut_and_used_anew():
     twin = filled()
     twin.cache, ok = fork(twin.cache, ids([0, 1]), ids([2, 3]))
