@@ -111,7 +111,7 @@ def test_table(command, canned_engines):
     [
         (["--repeats", "0"], "repeats 0"),
         (["--new-tokens", "-3"], "new_tokens -3"),
-        (["--batch", "1", "0"], "batches (1, 0)"),
+        (["--batch", "1", "0"], "batches 1, 0"),
         (["--context", "32"], "context 32"),
         (["--context", "many"], "invalid int"),
         (["--speed"], "--speed"),

@@ -131,7 +131,7 @@ def test_the_peer_has_one_model_only(command, canned_engines):
     ("flags", "words"),
     [
         (["--repeats", "0"], "repeats 0"),
-        (["--batch", "1", "0"], "batches (1, 0)"),
+        (["--batch", "1", "0"], "batches 1, 0"),
         (["--context", "32"], "context 32"),
         (["--formats", "int3"], "'int3' is not a page format"),
         (["--formats"], "--formats"),

@@ -8,9 +8,8 @@ from typing import Any
 
 from kvjax.benchmarks import against_peers
 from kvjax.benchmarks.loops import ContiguousEngine, PagedEngine, Point
-from kvjax.benchmarks.measure import Notify, interleaved, machine, ratio, row
+from kvjax.benchmarks.measure import Notify, check_sizes, interleaved, machine, ratio, row
 from kvjax.benchmarks.memory import slots_used_share
-from kvjax.errors import InputError
 from kvjax.models.decoder import Decoder
 
 LARGER = 16
@@ -46,15 +45,7 @@ class Settings:
     peers: bool = False
 
     def __post_init__(self):
-        for name in ("batches", "contexts", "new_tokens", "repeats"):
-            given = getattr(self, name)
-            if not given or min(given if isinstance(given, tuple) else (given,)) < 1:
-                raise InputError(f"{name} {given} is out of range: give 1 or more")
-        if min(self.contexts) <= self.new_tokens:
-            raise InputError(
-                f"context {min(self.contexts)} is too small: it ends with the {self.new_tokens} new tokens that are "
-                f"measured; give a larger context or fewer new tokens"
-            )
+        check_sizes(self.new_tokens, self.contexts, self.batches, self.repeats)
 
 
 def run(model: Decoder, settings: Settings, notify: Notify) -> dict[str, Any]:

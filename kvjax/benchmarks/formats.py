@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvjax.benchmarks.loops import PagedEngine, Point
-from kvjax.benchmarks.measure import Notify, cores, interleaved, machine, ratio, row
+from kvjax.benchmarks.measure import Notify, check_sizes, cores, interleaved, machine, ratio, row
 from kvjax.benchmarks.peers import Peer, PeerError
 from kvjax.errors import InputError
 from kvjax.formats import best_page_size, canonical_format
@@ -50,15 +50,7 @@ class Settings:
     peers: bool = False
 
     def __post_init__(self):
-        for name in ("batches", "new_tokens", "repeats"):
-            given = getattr(self, name)
-            if not given or min(given if isinstance(given, tuple) else (given,)) < 1:
-                raise InputError(f"{name} {given} is out of range: give 1 or more")
-        if self.context <= self.new_tokens:
-            raise InputError(
-                f"context {self.context} is too small: it ends with the {self.new_tokens} new tokens that are "
-                f"measured; give a larger context or fewer new tokens"
-            )
+        check_sizes(self.new_tokens, (self.context,), self.batches, self.repeats)
         names = [canonical_format(name) for name in self.formats]
         object.__setattr__(self, "formats", tuple(dict.fromkeys((BASE, *names))))
 

@@ -11,7 +11,22 @@ from typing import Any
 
 import jax
 
+from kvjax.errors import InputError
+
 Notify = Callable[[str], None]
+
+
+def check_sizes(new_tokens: int, contexts: tuple[int, ...], batches: tuple[int, ...], repeats: int) -> None:
+    """Raise InputError unless all are 1 or more, and new tokens fit into contexts that end with them."""
+    given = dict(batches=batches, contexts=contexts, new_tokens=(new_tokens,), repeats=(repeats,))
+    for name, numbers in given.items():
+        if not numbers or min(numbers) < 1:
+            raise InputError(f"{name} {', '.join(map(str, numbers))} is out of range: give 1 or more")
+    if min(contexts) <= new_tokens:
+        raise InputError(
+            f"context {min(contexts)} is too small: it ends with the {new_tokens} new tokens that are measured; give a "
+            "larger context or fewer new tokens"
+        )
 
 
 def interleaved(engines: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

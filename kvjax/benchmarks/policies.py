@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.benchmarks.loops import PagedEngine, Point
-from kvjax.benchmarks.measure import Notify, interleaved, machine, ratio, row
-from kvjax.errors import InputError
+from kvjax.benchmarks.measure import Notify, check_sizes, interleaved, machine, ratio, row
 from kvjax.models.decoder import Decoder
 from kvjax.policies import parse_policy
 from kvjax.policy import Policy
@@ -42,15 +41,7 @@ class Settings:
     repeats: int = 5
 
     def __post_init__(self):
-        for name in ("batches", "new_tokens", "repeats"):
-            given = getattr(self, name)
-            if not given or min(given if isinstance(given, tuple) else (given,)) < 1:
-                raise InputError(f"{name} {given} is out of range: give 1 or more")
-        if self.context <= self.new_tokens:
-            raise InputError(
-                f"context {self.context} is too small for {self.new_tokens} new tokens: give a larger context or "
-                "fewer new tokens"
-            )
+        check_sizes(self.new_tokens, (self.context,), self.batches, self.repeats)
         object.__setattr__(self, "policies", tuple(dict.fromkeys((BASE, *self.policies))))
         for text in self.policies:
             self.policy(text)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvjax.paths import cache_dir
+
+if TYPE_CHECKING:
+    from kvjax.evaluation.texts import Text
+    from kvjax.models.loading import LanguageModel
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -70,6 +74,30 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--page-size", type=int, help="tokens of a page (default: 64 for int4, else 16)")
     group.add_argument("--num-pages", type=int, help="pages of the pool, page 0 included; default: what is needed")
+
+
+def add_evaluation(parser: argparse.ArgumentParser, quick: dict[str, Any], picture: str) -> None:
+    """Add --seed, --quick (which stands for the settings `quick`), --json and --plot (which draws `picture`)."""
+    plain = lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
+    said = ", ".join(f"{name.replace('_', '-')} {plain(value)}" for name, value in quick.items())
+    parser.add_argument("--seed", type=int, metavar="N", help="of the passkeys (default: 0)")
+    parser.add_argument("--quick", action="store_true", help=f"in minutes: {said}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="FILE", help=f"draw {picture} (needs the extra `plots`)")
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of those names that were given."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def evaluated(args: argparse.Namespace) -> tuple[LanguageModel, list[Text]]:
+    """Return the model and the texts that the flags of an evaluation name."""
+    from kvjax.evaluation import formats, texts
+
+    read = texts.read_texts(args.text) if args.text else texts.default_texts(progress)
+    progress(f"loading {args.model} (float32)")
+    return formats.load(args.model, progress), read
 
 
 def sampling_options(args: argparse.Namespace, count: int) -> dict[str, Any]:

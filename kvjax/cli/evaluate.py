@@ -22,17 +22,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_formats(args: argparse.Namespace) -> int:
     # Late, so that --help and a wrong flag cost no start of JAX.
-    from kvjax.evaluation import formats, texts
+    from kvjax.evaluation import formats
     from kvjax.evaluation.picture import draw, require_picture
 
     names = ("formats", "context", "windows", "passkey_lengths", "trials", "page_size", "seed")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings = formats.Settings(**((_QUICK if args.quick else {}) | given))
+    settings = formats.Settings(**((_QUICK if args.quick else {}) | arguments.given(args, names)))
     if args.plot is not None:
         require_picture(args.plot)
-    read = texts.read_texts(args.text) if args.text else texts.default_texts(arguments.progress)
-    arguments.progress(f"loading {args.model} (float32)")
-    model = formats.load(args.model, arguments.progress)
+    model, read = arguments.evaluated(args)
     report = dict(quick=args.quick) | formats.run(model, settings, read, arguments.progress)
     if args.plot is not None:
         draw(report, args.plot)
@@ -75,17 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     of.add_argument("--trials", type=int, metavar="N", help="passkeys of each length (default: 10)")
     of.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 64)")
-    of.add_argument("--seed", type=int, metavar="N", help="of the passkeys (default: 0)")
-    of.add_argument(
-        "--quick", action="store_true",
-        help="in minutes: " + ", ".join(f"{name} {value}" for name, value in _QUICK.items()).translate(_PLAIN),
-    )  # fmt: skip
-    of.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    of.add_argument("--plot", metavar="FILE", help="draw KL over bytes (needs the extra `plots`)")
+    arguments.add_evaluation(of, _QUICK, "KL over bytes")
     return parser
-
-
-_PLAIN = str.maketrans("_", " ", "'(),")
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -62,29 +62,22 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     of.add_argument("--depths", type=int, metavar="N", help="passkeys of each length (default: 4)")
     of.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: 16)")
-    of.add_argument("--seed", type=int, metavar="N", help="of the passkeys (default: 0)")
-    plain = str.maketrans("_", " ", "'(),")
-    said = ", ".join(f"{name} {value}".translate(plain) for name, value in _QUICK.items())
-    of.add_argument("--quick", action="store_true", help=f"in minutes: {said}")
-    of.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    of.add_argument("--plot", metavar="FILE", help="draw quality over memory (needs the extra `plots`)")
+    arguments.add_evaluation(of, _QUICK, "quality over memory")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 130 after a Ctrl-C that left rows out. Raises InputError for values out of range."""
     # Late, so that --help and a wrong flag cost no start of JAX.
-    from kvjax.evaluation import formats, policies, texts
+    from kvjax.evaluation import policies
     from kvjax.evaluation.picture import draw_policies, require_picture
 
-    given = {name: getattr(args, name) for name in _NAMES if getattr(args, name) is not None}
+    given = arguments.given(args, _NAMES)
     if args.model == SMALL:
         return _run_small(args, given)
     if args.plot is not None:
         require_picture(args.plot)
     settings = policies.Settings(**((_QUICK if args.quick else {}) | given))
-    read = texts.read_texts(args.text) if args.text else texts.default_texts(arguments.progress)
-    arguments.progress(f"loading {args.model} (float32)")
-    model = formats.load(args.model, arguments.progress)
+    model, read = arguments.evaluated(args)
     with stoppable(policies.Stopped) as pause:
         report = dict(quick=args.quick) | policies.run(model, settings, read, arguments.progress, pause)
     if args.plot is not None and report["rows"]:

@@ -18,23 +18,30 @@ class Random(Budgeted):
     """Keeps the first `sinks` tokens, the newest `recent`, and others at random.
 
     Attributes:
+        recent: half of what the budget leaves beside the sinks by default: what prose needs, so that policies must
+            choose better than chance to beat it.
         seed: of the choice, which depends on it, the row and the step alone.
     """
 
     name: ClassVar[str] = "random"
     in_decode: ClassVar[bool] = True
     sinks: int = 4
-    recent: int = 1
+    recent: int | None = None
     seed: int = 0
 
     def __post_init__(self):
         for name, least in (("sinks", 0), ("recent", 1), ("seed", 0)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, value, least))
         super().__post_init__()
 
     @property
     def protected(self) -> int:
-        return self.sinks + self.recent
+        return self.sinks + self._newest
+
+    @property
+    def _newest(self) -> int:
+        return max((self.budget - self.sinks) // 2, 1) if self.recent is None else self.recent
 
     def rank(self, held: Held):
         rows = held.positions.shape[:-1]
@@ -44,5 +51,5 @@ class Random(Budgeted):
             held.number.reshape(-1), step
         )
         drawn = jax.vmap(lambda key: jax.random.uniform(key, held.positions.shape[-1:]))(keys)
-        stays = (held.age <= self.recent) | (held.place < self.sinks)
+        stays = (held.age <= self._newest) | (held.place < self.sinks)
         return jnp.where(stays, jnp.inf, drawn.reshape(held.positions.shape)), self.budget - self.protected

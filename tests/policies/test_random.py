@@ -63,6 +63,14 @@ def places_of(cache, sequence: int) -> set[int]:
     return {int(position) for position in held[held >= 0]}
 
 
+def test_half_of_what_the_sinks_leave_is_recent_where_nobody_says():
+    assert Random(budget=24).protected == 4 + 10 and Random(budget=6).protected == 5
+    policy = Random(budget=BUDGET, sinks=SINKS)
+    cache, _, _ = advance(init_cache(dataclasses.replace(SPEC, policy=policy)), [20, 0, 0, 0])
+    held, newest = places_of(cache, 0), {15, 16, 17, 18, 19}
+    assert len(held) == BUDGET and {0, 1} | newest <= held and min(held - newest - {0, 1}) < 14
+
+
 def test_bad_values_are_refused(as_a_user):
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(budget=5), "budget 5 of policy random leaves no token beside the 5 that always stay: give at least 6"),
