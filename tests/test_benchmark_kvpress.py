@@ -142,6 +142,7 @@ def test_limits(changes, words):
         (dict(ratios=(1.0,)), "ratio 1.0 leaves 1 of 512 tokens"),
         (dict(ratios=(-0.5,)), "ratio -0.5 leaves 768"),
         (dict(ratios=(0.9,)), "that leaves more than 64"),
+        (dict(page_size=12), "page_size 12"),
     ],
 )
 def test_bad_settings(values, words):

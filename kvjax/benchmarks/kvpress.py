@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax.benchmarks import kvpress_peer as peer
@@ -18,6 +19,7 @@ from kvjax.benchmarks.measure import Notify, machine
 from kvjax.errors import InputError, whole_number
 from kvjax.models.decoder import Decoder
 from kvjax.policy import Policy
+from kvjax.spec import check_page_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Settings:
         prompt, continuation: tokens of each that are compressed, and those that follow.
         ratios: shares of a prompt that kvpress drops.
         window, kernel: of SnapKV.
-        page_size: of all caches.
+        page_size: of all caches; the smallest there is by default, as kvpress rounds nothing to pages.
         logits: tokens of a continuation whose logits are compared.
     """
 
@@ -39,11 +41,12 @@ class Settings:
     ratios: tuple[float, ...] = (0.5, 0.75)
     window: int = 64
     kernel: int = 5
-    page_size: int = 16
+    page_size: int = 8
     logits: int = 8
 
     def __post_init__(self):
         object.__setattr__(self, "documents", whole_number("documents", self.documents, 1))
+        check_page_size(self.page_size)
         for ratio in self.ratios:
             if not 0 < ratio < 1 or tokens_kept(self.prompt, ratio) <= max(self.window, self.page_size * 3):
                 raise InputError(
@@ -89,6 +92,8 @@ class Comparison:
                 if rule.in_decode:
                     rows["decode"].append(self._decode(rule, ratio))
                 rows["quality"] += self._quality(rule, ratio)
+                # The next rule has programs of its own, and a process can map only so much memory for them.
+                jax.clear_caches()
         report = dict(engine=engine, machine=machine(), settings=dataclasses.asdict(self.settings))
         return report | dict(logits_without_press=max(same), perplexity_without_press=_perplexity(plain)) | rows
 

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ratios", type=float, nargs="+", metavar="R", help="shares that are dropped (default: 0.5 0.75, or 0.5)"
     )
+    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page of kvjax (default: 8)")
     return parser
 
 
@@ -69,6 +70,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = dict(kvpress.QUICK) if args.quick else {}
     given |= {} if args.documents is None else dict(documents=args.documents)
     given |= {} if args.ratios is None else dict(ratios=tuple(dict.fromkeys(args.ratios)))
+    given |= {} if args.page_size is None else dict(page_size=args.page_size)
     settings = kvpress.Settings(**given)
     source = registry.find(str(folder))
     length = settings.prompt + settings.continuation
