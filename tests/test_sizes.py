@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from kvjax.cache import init_cache
+from kvjax.policies import H2O, Entropy, Quest, Streaming
 from kvjax.sizes import cache_bytes, cache_shapes, most_pages, page_bytes, pool_bytes, sequence_bytes, token_bytes
 from kvjax.spec import CacheSpec
 
@@ -22,6 +23,10 @@ SPECS = {
     "int4": dataclasses.replace(BASE, format="int4_hadamard", groups=2),
     "int4 per channel": dataclasses.replace(BASE, format="int4", groups=2),
     "mixed": dataclasses.replace(BASE, key_format="float32", value_format="int8"),
+    "scores of slots": dataclasses.replace(BASE, groups=2, policy=H2O(budget=20)),
+    "figures of rows": dataclasses.replace(BASE, policy=Entropy(total_budget=80)),
+    "bounds of pages": dataclasses.replace(BASE, format="int8", policy=Quest(top_pages=2)),
+    "pinned pages": dataclasses.replace(BASE, policy=Streaming(window=9)),
     "large pages": dataclasses.replace(BASE, page_size=32, head_dim=6, num_pages=7),
 }
 
