@@ -109,7 +109,7 @@ def _empty_slot(cache: Cache, lengths: Int32[Array, " seqs"], alone: Bool[Array,
 
 
 def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
-    """Take the page of lowest rank out of rows whose last page is full; the last page takes its place."""
+    """Take the page of lowest rank out of rows whose last page is full; those behind it move up, to stay in order."""
     size, table, entries = cache.spec.page_size, cache.page_table, cache.spec.decode_entries
     full = alone & (cache.next_slot % size == 0)
 
@@ -117,13 +117,14 @@ def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
         held = _held(cache, _ALL, entries)
         by_page = lambda of_slots: of_slots.reshape(*table.shape[:-1], entries, size)  # noqa: E731
         rank, excess = _ranked(cache, held, _ALL)
-        dropping = full & (excess > 0)
-        victim = _first_of_least(by_page(rank).mean(-1), by_page(held.age).max(-1))
-        last = jnp.maximum(cache.next_slot // size - 1, 0)
-        old, moved = (jnp.where(dropping, _at(table, entry), 0) for entry in (victim, last))
-        row = jnp.ix_(*map(jnp.arange, victim.shape))
-        table = table.at[(*row, victim)].add(moved - old, mode="promise_in_bounds")
-        table = table.at[(*row, last)].add(-moved, mode="promise_in_bounds")
+        # Divided first: the lowest number there is, summed, would be none.
+        of_pages = jnp.where(jnp.isinf(by_page(rank)).any(-1), jnp.inf, (by_page(rank) / size).sum(-1))
+        victim = _first_of_least(of_pages, by_page(held.age).max(-1))
+        dropping = full & (excess > 0) & jnp.isfinite(_at(of_pages, victim))
+        old = jnp.where(dropping, _at(table, victim), 0)
+        behind = jnp.concatenate([table[..., 1:], jnp.zeros_like(table[..., :1])], -1)
+        entry = jnp.arange(table.shape[-1], dtype=jnp.int32)[None, None, None]
+        table = jnp.where(dropping[..., None] & (entry >= victim[..., None]), behind, table)
         next_slot = next_slot - jnp.where(dropping, size, 0)
         return (table, next_slot, *drop_pages(allocator, status, old.reshape(-1)))
 

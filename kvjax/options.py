@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from kvjax.errors import InputError, shown, whole_number
-from kvjax.policy import Policy
+from kvjax.policy import Policy, checked_policy
 from kvjax.sampling import Sampling, sampling
 
 Prompts = Sequence[Sequence[int] | np.ndarray | jax.Array] | np.ndarray | jax.Array
@@ -50,6 +50,9 @@ class Options:
     num_pages: int | None = None
     policy: Policy = Policy()
     chunk_size: int = 512
+
+    def __post_init__(self):
+        checked_policy(self.policy)
 
     def sampling(self, num_seqs: int) -> Sampling:
         """Return the sampling of a batch. Raises InputError for values out of range."""

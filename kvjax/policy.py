@@ -256,6 +256,14 @@ def state_shapes(spec: CacheSpec, policy: Policy) -> dict[str, dict[str, Any]]:
     return dict(slots=of(slots, policy.slot_state()), pages=of_pages, rows=of(rows, policy.row_state()))
 
 
+def checked_policy(policy: object) -> None:
+    """Raise InputError for what is no policy, such as its text or its class."""
+    if not isinstance(policy, Policy):
+        raise InputError(
+            f"policy is {shown(policy)}: give a kvjax.policy.Policy, or kvjax.policies.parse_policy of a text"
+        )
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise InputError if a value is none of those allowed."""
     if value not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.errors import InputError, shown
 
@@ -23,28 +25,34 @@ def save(folder: str | Path, state: Any, kind: Mapping[str, str], notes: Any = N
     Whoever is interrupted leaves the old snapshot or the new one: it gets its name when all is written.
 
     Args:
-        folder: is made where it is missing.
+        folder: is made where it is missing. What is not of a snapshot stays.
         state: is not changed, and may be donated afterwards.
         kind: what the state belongs to (model, policy, ...); `load` refuses another.
         notes: anything else that JSON can hold.
+
+    Raises: InputError where it cannot be written; the snapshot before is still there.
     """
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.partial"):  # of a save that was interrupted
-        shutil.rmtree(old)
     before = _snapshots(folder)
     name = int(before[-1].name) + 1 if before else 1
     partial = folder / f"{name}.partial"
-    partial.mkdir()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(partial / _STATE, ocp.args.PyTreeSave(_named(state)))
-    facts = dict(kind=dict(kind), layout=_layout(state), notes=notes)
-    (partial / _FACTS).write_text(json.dumps(facts), "utf-8")
-    os.replace(partial, folder / str(name))
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+    facts = dict(kind=dict(kind), layout=_layout(state), notes=notes, arrays=_digest(_named(state)))
+    try:
+        partial.mkdir()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(partial / _STATE, ocp.args.PyTreeSave(_named(state)))
+        (partial / _FACTS).write_text(json.dumps(facts | dict(sha256=_digest_of_facts(facts))), "utf-8")
+        os.replace(partial, folder / str(name))
+    except (OSError, ValueError) as error:  # TensorStore calls a full disk a ValueError
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(f"cannot save the state in {folder} ({shown(str(error))}): choose another folder") from None
     for old in before:
-        shutil.rmtree(old)
+        if (old / _FACTS).exists():  # else it is somebody else's
+            shutil.rmtree(old)
 
 
 def load[T](folder: str | Path, like: T, kind: Mapping[str, str]) -> tuple[T, Any] | None:
@@ -65,29 +73,37 @@ def load[T](folder: str | Path, like: T, kind: Mapping[str, str]) -> tuple[T, An
     newest = found[-1]
     try:
         facts = json.loads((newest / _FACTS).read_text("utf-8"))
-        saved, layout, notes = facts["kind"], facts["layout"], facts["notes"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if facts.pop("sha256") != _digest_of_facts(facts):
+            raise ValueError("its facts have changed")
+        saved, layout, notes, digest = (facts[name] for name in ("kind", "layout", "notes", "arrays"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(newest, error) from None
-    for name in sorted(set(saved) | set(kind)):
+    for name in [*kind, *(name for name in saved if name not in kind)]:
         if (theirs := saved.get(name)) != (ours := kind.get(name)):
             raise InputError(
                 f"{folder} holds a state of {name} {theirs}, and this is {name} {ours}: use another folder"
             )
     if layout != _layout(like):
-        raise InputError(f"{folder} holds a state of another CacheSpec, or version of kvjax: use another")
-    return _restored(newest, like), notes
+        raise InputError(f"{folder} holds a state of another CacheSpec, or version of kvjax: use another folder")
+    arrays = _restored(newest, _named(like))
+    if _digest(arrays) != digest:
+        raise _damaged(newest, ValueError("its arrays have changed"))
+    return _filled(like, arrays), notes
 
 
-def _restored[T](snapshot: Path, like: T) -> T:
+def _restored(snapshot: Path, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
-    named = _named(like)
     shapes, where = jax.tree.map(ocp.utils.to_shape_dtype_struct, named), ocp.checkpoint_utils.construct_restore_args
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            arrays = checkpointer.restore(snapshot / _STATE, ocp.args.PyTreeRestore(shapes, restore_args=where(named)))
-    except (OSError, ValueError, KeyError) as error:
+            return checkpointer.restore(snapshot / _STATE, ocp.args.PyTreeRestore(shapes, restore_args=where(named)))
+    except Exception as error:  # noqa: BLE001, what TensorStore raises has no class of its own
         raise _damaged(snapshot, error) from None
+
+
+def _filled[T](like: T, arrays: dict[str, jax.Array]) -> T:
+    """The state that is like another, of arrays by their number."""
     leaves, structure = jax.tree.flatten(like)
     for number, leaf in enumerate(leaves):
         if leaf.size and _is_key(leaf):
@@ -110,6 +126,18 @@ def _named(state: Any) -> dict[str, jax.Array]:
     """The arrays of a state that have elements, by their number; random keys as integers."""
     leaves = enumerate(jax.tree.leaves(state))
     return {str(number): jax.random.key_data(leaf) if _is_key(leaf) else leaf for number, leaf in leaves if leaf.size}
+
+
+def _digest_of_facts(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(named: dict[str, jax.Array]) -> str:
+    """Tells whether arrays are those that were saved."""
+    found = hashlib.sha256()
+    for name in sorted(named, key=int):
+        found.update(np.asarray(named[name]).reshape(-1).view(np.uint8))
+    return found.hexdigest()
 
 
 def _layout(state: Any) -> list[str]:

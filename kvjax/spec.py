@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.errors import InputError, shown, whole_number
 from kvjax.formats import canonical_format, forms_of
 from kvjax.kernels.formats import Format
-from kvjax.policy import Policy
+from kvjax.policy import Policy, checked_policy
 
 _LEAST = dict(
     num_layers=1, num_kv_heads=1, head_dim=1, num_pages=1, max_seqs=1, pages_per_seq=1, max_query_length=1, page_size=8,
@@ -139,8 +139,7 @@ class CacheSpec:
         object.__setattr__(self, "skip_pages", whole_number("skip_pages", self.skip_pages, least, most))
 
     def _check_policy(self):
-        if not isinstance(self.policy, Policy):
-            raise InputError(f"policy is {shown(self.policy)}: give a kvjax.policy.Policy, such as those of policies")
+        checked_policy(self.policy)
         if self.policy.num_sinks and any(self._named_windows()):
             raise InputError(
                 f"policy {self.policy.name} keeps the first tokens in every layer, and the model has windows of its "

@@ -22,6 +22,7 @@ from kvjax.formats import best_page_size
 from kvjax.kernels.pytree import pytree
 from kvjax.models.loading import LanguageModel
 from kvjax.options import MOST_NEW_TOKENS, Options, checked
+from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
 
@@ -223,9 +224,17 @@ def _sized_for(module: Any, options: Options, most_slots: int, limit: int | None
     if windowed or most_slots < MOST_NEW_TOKENS:
         return MOST_NEW_TOKENS
     if limit is None:
-        instead = "give it prefill=chunked" if hasattr(policy, "prefill") else "use one such as streaming:window=508"
+        instead = "give it prefill=chunked" if _has_chunks(policy) else "use one such as streaming:window=508"
         raise InputError(f"policy {policy.name} holds more with every token: {instead}, or say how many tokens")
     return limit
+
+
+def _has_chunks(policy: Policy) -> bool:
+    """Whether the policy holds less where it drops tokens after every chunk."""
+    try:
+        return dataclasses.replace(policy, prefill="chunked").bound is not None  # pyright: ignore[reportCallIssue]
+    except (TypeError, InputError):
+        return False
 
 
 def _stopped(cache: Any, position: int) -> InputError:

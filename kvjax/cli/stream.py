@@ -95,7 +95,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError("--prompt is empty: give the text that the model goes on from")
     if args.tokens is not None:
         whole_number("--tokens", args.tokens, 1)
-    whole_number("--chunk", args.chunk, 1)
+    whole_number("--chunk", args.chunk, 1, 2**16)
     if not args.save_every >= 0:
         raise InputError(f"--save-every is {args.save_every}: give seconds, 0 or more")
     if args.state is not None:
@@ -109,7 +109,7 @@ def _text(args: argparse.Namespace) -> Any:
     """The text to read: the file, or the first prose that is there."""
     from kvjax.evaluation import texts
 
-    found = texts.read_texts([args.text]) if args.text else texts.default_texts(arguments.progress)
+    found = texts.read_texts([args.text]) if args.text is not None else texts.default_texts(arguments.progress)
     return found[0]
 
 
@@ -143,15 +143,16 @@ class _Run:
         if args.generate:
             prompt = args.prompt or "Once upon a time"
             self.stream = OwnStream(model, np.array(model.tokenizer.encode(prompt)), options, limit=args.tokens)
-            source = dict(prompt=shown(prompt), temperature=str(args.temperature), seed=str(args.seed))
+            source = dict(stream="--generate", prompt=f"{shown(prompt)} ({_digest(prompt.encode())})")
+            source |= dict(temperature=str(args.temperature), seed=str(args.seed))
         else:
             tokens = np.array(model.tokenizer.encode(text.text), np.int32)
             start = whole_number("--start-position", args.start_position or 0, 0)
             self.stream = TextStream(model, tokens, options, limit=args.tokens, start_position=start)
             named = f"{Path(text.name).name} ({len(tokens)} tokens, {_digest(tokens.tobytes())})"
-            source = dict(text=named, start_position=str(start))
+            source = dict(stream="a text", text=named, start_position=str(start))
         self.tally = Tally(self.stream.spec)
-        self.kind: Mapping[str, str] = _kind(args, model, self.stream.spec) | source
+        self.kind: Mapping[str, str] = source | _kind(args, model, self.stream.spec)
         self.shown, self.saved, self.steps, self.seconds, self.timed = 0.0, 0, 0, 0.0, 0
         if args.state is None:
             return
@@ -161,6 +162,8 @@ class _Run:
             self.tally.restore(notes["tally"])
             self.saved = self.tally.tokens
             arguments.progress(f"goes on after {self.saved} tokens, from {args.state}")
+            if args.tokens is not None and args.tokens <= self.saved:
+                arguments.progress(f"--tokens {args.tokens} asks for no more: it counts those before")
 
     def run(self) -> int:
         """Stream until the end or an interrupt; returns the exit code."""
@@ -171,11 +174,12 @@ class _Run:
                 if self.args.state is not None and time.perf_counter() - saved_at > self.args.save_every:
                     self._save()
                     saved_at = time.perf_counter()
-            if self.args.state is not None:
-                self._save()
         self._show(last=True)
         figures = self.tally.figures() | dict(tokens_per_s=self.speed)
-        print(json.dumps(figures) if self.args.json else self._summary())
+        print(json.dumps(figures) if self.args.json else self._summary(), flush=True)
+        # Last: a full disk must not take the figures along.
+        if self.args.state is not None:
+            self._save()
         if interrupted.is_set():
             kept = f"saved in {self.args.state}" if self.args.state else "not saved (--state DIR would)"
             arguments.progress(f"interrupted, {kept}")
@@ -247,17 +251,19 @@ def _kind(args: argparse.Namespace, model: Any, spec: Any) -> dict[str, str]:
         format=" ".join([spec.format, *(f"but in layer {layer}" for layer in spec.skip_layers)]),
         page_size=str(spec.page_size),
         chunk=str(spec.max_query_length),
+        room=f"for {spec.pages_per_seq * spec.page_size} tokens in {spec.num_pages} pages",
     )
 
 
 def _fingerprint(model: Any) -> str:
-    """Tells models apart: of the configuration and the small weights, such as norms."""
+    """Tells models apart: of the configuration and some numbers of every array of weights."""
     import jax
     import numpy as np
     from flax import nnx
 
-    small = [leaf for leaf in jax.tree.leaves(nnx.state(model.decoder)) if leaf.ndim == 1]
-    return _digest(repr(model.config).encode() + b"".join(np.asarray(leaf).tobytes() for leaf in small))
+    leaves = jax.tree.leaves(nnx.state(model.decoder))
+    some = (np.asarray(leaf.reshape(-1)[:: max(leaf.size // 1024, 1)]) for leaf in leaves)
+    return _digest(repr(model.config).encode() + b"".join(of.tobytes() for of in some))
 
 
 def _digest(data: bytes) -> str:
@@ -276,6 +282,7 @@ def _noted_interrupt() -> Iterator[threading.Event]:
     def note(*_: object) -> None:
         noted.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        arguments.progress("\nstopping after the step that is running; once more ends at once, and saves nothing")
 
     signal.signal(signal.SIGINT, note)
     try:

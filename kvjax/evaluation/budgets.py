@@ -11,7 +11,8 @@ from kvjax.policy import Policy
 
 # Of FastGen, which has no budget: what to sweep where a text names none.
 RECOVERIES = (0.8, 0.85, 0.9, 0.95, 0.98)
-_OF_A_KIND = (1000, 2000)
+# Budgets that leave room for whatever a text names: a policy that differs between them has one.
+_OF_A_KIND = (2**28, 2**29)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,5 +75,9 @@ def _with_budget(text: str, tokens: int, page_size: int, layers: int = 1) -> Pol
     name = text.partition(":")[0]
     given = dict(budget=tokens, total_budget=tokens * layers, top_pages=max(1, tokens // page_size))
     if "window" in {field.name for field in dataclasses.fields(POLICIES.get(name, Policy))}:
-        given["window"] = tokens - parse_policy(text, **given, window=1).num_sinks
+        given["window"] = tokens - (sinks := parse_policy(text, **given, window=1).num_sinks)
+        if given["window"] < 1:
+            raise InputError(
+                f"a budget of {tokens} tokens leaves no window beside {sinks} sinks: give more, or fewer sinks"
+            )
     return parse_policy(text, **given)

@@ -63,10 +63,10 @@ class PagedEviction(Budgeted):
 
     def write(self, k, v, kinds):
         of_keys, of_values = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (k, v))
-        if self.score == "v":
-            return dict(score=of_values.mean(-1))
-        content = of_values if self.score == "v_over_k" else 1.0
-        return dict(score=(content / (of_keys + _LEAST_NORM)).mean(-1))
+        inverse = 1 / (of_keys + _LEAST_NORM)
+        score = dict(v=of_values, inv_k=inverse, v_over_k=of_values / (of_keys + _LEAST_NORM))[self.score].mean(-1)
+        # What has overflowed is the first to go: as a rank, infinity stays.
+        return dict(score=jnp.where(jnp.isposinf(score), jnp.nan, score))
 
     def rank(self, held: Held):
         stays = (held.place < held.page_size) | (held.age <= max(self.recent, held.page_size))

@@ -56,4 +56,4 @@ def _value(key: str, text: str, kind: str) -> object:
     try:
         return convert(text)
     except ValueError:
-        raise InputError(f"{key}={text} is not {what}: give {key}={what}") from None
+        raise InputError(f"{key}={text} is not {what}: give {what}, and a comma before the next key") from None

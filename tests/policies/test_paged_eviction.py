@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.driver import DECODE, PREFILL
+from helpers.driver import DECODE, PREFILL, Twin
 from helpers.policies import POLICY_SPEC, PolicyTwin, Rule, Token
 
+from kvjax.cache import Status
 from kvjax.errors import InputError
+from kvjax.invariants import check
 from kvjax.policies import PagedEviction, parse_policy
 from kvjax.policy import Held
 
@@ -149,3 +152,30 @@ def test_more_of_the_newest_tokens_can_stay():
     spec = dataclasses.replace(POLICY_SPEC, windows=None)
     with pytest.raises(InputError, match="the newest 20 tokens, which stay: give at least 36"):
         dataclasses.replace(spec, policy=PagedEviction(budget=35, recent=20))
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "spoilt", "every"),
+    [
+        # Several prompts in turn, and more of the newest tokens than a page.
+        (PagedEviction(budget=31, recent=14), [1, 19, 14, 1, 10, *[1] * 12], 1, 3),
+        (PagedEviction(budget=27), [20, *[1] * 24], np.inf, 3),
+        # Finite, but not their norms.
+        (PagedEviction(budget=27), [20, 20, *[1] * 12], 1e20, 1),
+    ],
+    ids=["several prompts", "inf", "overflow"],
+)
+def test_rows_stay_whole_and_within_bounds(policy, steps, spoilt, every):
+    spec = dataclasses.replace(POLICY_SPEC, windows=None, num_pages=100, pages_per_seq=12, policy=policy)
+    rows, tokens = Twin(spec), 0
+    for length in steps:
+        q, k, v = rows.draw_tokens(4 * length)
+        v[:, ::every] *= spoilt
+        shape: dict[str, Any] = DECODE if length == 1 else dict(num_tokens=80, max_query_length=20)
+        _, report = rows.run([length] * 4, (q, k, v), **shape, ends=None if length == 1 else [True] * 4)
+        tokens += length
+        check(dataclasses.replace(rows.cache, status=rows.cache.status & ~Status.NONFINITE_INPUT))
+        table = np.asarray(rows.cache.page_table)
+        held = np.sort(np.asarray(rows.cache.positions)[table].reshape(*table.shape[:3], -1), -1)
+        assert bool(report.ok) and (held[..., -min(tokens, 8) :] == np.arange(tokens)[-8:]).all(), "the newest stay"
+        assert length > 1 or ((table > 0).sum(-1) <= -(-policy.budget // SIZE) + 1).all()
