@@ -144,7 +144,10 @@ def _noted(cache: Cache, step: Step, layer, seen: dict[str, Any]) -> Cache:
     """Give the policy one layer's tokens and attention, and store what it makes of them."""
     spec, state = cache.spec, cache.policy_state
     entries = spec.decode_entries if step.is_decode else spec.pages_per_seq
-    ids = jnp.where(step.lengths[None, :, None] > 0, cache.page_table[layer, :, :, :entries], 0)
+    observed = step.lengths > 0
+    if not (step.is_decode or spec.policy.every_chunk or spec.policy.in_chunks):
+        observed &= step.ends  # of others the policy waits for the prompt's end
+    ids = jnp.where(observed[None, :, None], cache.page_table[layer, :, :, :entries], 0)
     take = lambda of_slots: of_slots.at[ids].get(mode="promise_in_bounds").reshape(*ids.shape[:-1], -1)  # noqa: E731
     positions = take(cache.positions)
     slots, rows = jax.tree.map(take, state["slots"]), {name: of[layer] for name, of in state["rows"].items()}

@@ -218,11 +218,16 @@ class CacheSpec:
                 layers,
                 dataclasses.replace(
                     self, num_layers=len(layers), num_pages=count, skip_layers=(), skip_pages=None,
-                    windows=[windows[layer] for layer in layers], **changes,
+                    windows=[windows[layer] for layer in layers], policy=self._policy_of(layers), **changes,
                 ),
             )
             for layers, count, changes in zip(parts, pages, formats, strict=True)
         )  # fmt: skip
+
+    def _policy_of(self, layers: Sequence[int]) -> Policy:
+        """The policy of a pool: none where it drops tokens and all layers have windows, of which it drops nothing."""
+        windowed = all(self.windows is not None and self.windows[layer] is not None for layer in layers)
+        return Policy() if self.policy.edits and windowed else self.policy
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """Return the number of the pool that a layer is in, and the layer's place there."""

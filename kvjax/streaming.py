@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int8, Int32
 
-from kvjax.batch import Batch, cache_spec, parts_of
+from kvjax.batch import Batch, cache_spec, parts_of, token_kinds
 from kvjax.cache import STATUS_MEANING, Status, init_cache
 from kvjax.decoding import Finish, jit
 from kvjax.errors import InputError, whole_number
@@ -23,11 +21,7 @@ from kvjax.kernels.pytree import pytree
 from kvjax.models.loading import LanguageModel
 from kvjax.options import MOST_NEW_TOKENS, Options, checked
 from kvjax.policy import Policy
-from kvjax.spec import CacheSpec
 from kvjax.step import begin_step, end_step
-
-RECENT = 1024
-"""Tokens whose perplexity a stream reports: its first and its last so many."""
 
 
 @pytree
@@ -51,6 +45,7 @@ def feed(
     tokens: Int32[Array, " tokens"],
     targets: Int32[Array, " tokens"],
     count: Int32[Array, ""],
+    kinds: Int8[Array, " vocab"] | None = None,
 ) -> tuple[TextState, Float32[Array, " tokens"], Bool[Array, ""]]:
     """Feed `count` tokens of a text, padded, and score the tokens after each of them.
 
@@ -60,11 +55,13 @@ def feed(
         tokens: the tokens.
         targets: the token that comes after each.
         count: tokens that are no padding.
+        kinds: what policies want to know of tokens (see `begin_step`), or None if they do not.
 
     Returns: the state, -log p of the targets in nats, and whether the step was served; if not, nothing has changed.
     """
     model, size = nnx.merge(graph, weights), tokens.shape[0]
-    cache, step = begin_step(state.cache, count[None], num_tokens=size, max_query_length=size)
+    of_tokens = None if kinds is None else kinds[tokens]
+    cache, step = begin_step(state.cache, count[None], num_tokens=size, max_query_length=size, token_kinds=of_tokens)
     logits, cache = model(cache, step, tokens, all_tokens=True)
     cache, report = end_step(cache, step)
     peak = jnp.maximum(state.peak_pages, jnp.stack([pool.pages_used for pool in cache.of_pools]))
@@ -119,6 +116,8 @@ class TextStream:
         most = self.options.policy.most_slots(MOST_NEW_TOKENS, 0, self.options.chunk_size, _page_size(self.options))
         self.spec = cache_spec(module, [_sized_for(module, self.options, most, limit)], [1], self.options)
         self.graph, self.weights = nnx.split(module)
+        kinds = token_kinds(model, vocab) if self.spec.policy.wants_kinds else None
+        self.kinds = None if kinds is None else jnp.asarray(kinds)
         cache = init_cache(self.spec, start_positions=[start_position])
         self.state, self.position = TextState(cache, jnp.zeros(len(self.spec.pools), jnp.int32)), 0
 
@@ -135,7 +134,7 @@ class TextStream:
         padded = np.zeros(size + 1, np.int32)
         padded[: min(count + 1, len(self.text) - begin)] = self.text[begin : begin + count + 1]
         chunk = (jnp.asarray(padded[:-1]), jnp.asarray(padded[1:]), jnp.int32(count))
-        self.state, nll, ok = feed(self.graph, self.weights, self.state, *chunk)
+        self.state, nll, ok = feed(self.graph, self.weights, self.state, *chunk, self.kinds)
         if not ok:
             raise _stopped(self.state.cache, begin)
         self.position = begin + count
@@ -243,57 +242,3 @@ def _stopped(cache: Any, position: int) -> InputError:
     at_end = int(np.asarray(cache.status)) & Status.POSITION_LIMIT
     reason = STATUS_MEANING[Status.POSITION_LIMIT if at_end else Status.OUT_OF_PAGES]
     return InputError(f"the stream cannot go on after {position} tokens: {reason}")
-
-
-class Tally:
-    """The figures of a stream, in constant memory.
-
-    Attributes:
-        tokens: of the stream.
-        pages_after_fill: most pages held after a step by the time that the cache was full, None before.
-        pages_end: the same by now. Greater where the pages have grown since.
-    """
-
-    def __init__(self, spec: CacheSpec):
-        most = spec.policy.most_slots(MOST_NEW_TOKENS, 0, spec.max_query_length, spec.page_size)
-        self._full = spec.policy.num_sinks + max(min(most, window or most) for window in spec.layer_windows)
-        # Pages held depend on where in a page a step ends: after so many steps most have occurred.
-        self._settled = self._full + spec.page_size * spec.max_query_length
-        self.tokens, self.pages_end, self.pages_after_fill = 0, 0, None
-        self._scored, self._first = 0, 0.0
-        self._last: collections.deque[float] = collections.deque(maxlen=RECENT)
-
-    def add(self, piece: Piece, pages: int) -> None:
-        """Count a step, after which at most `pages` pages had been held."""
-        if self._full <= self.tokens + len(piece.tokens) and (
-            self.pages_after_fill is None or self.tokens + len(piece.tokens) <= self._settled
-        ):
-            self.pages_after_fill = pages
-        self.tokens, self.pages_end = self.tokens + len(piece.tokens), pages
-        self._first += float(piece.nll[: max(RECENT - self._scored, 0)].sum(dtype=np.float64))
-        self._scored += len(piece.nll)
-        self._last.extend(piece.nll.tolist())
-
-    @property
-    def perplexity_first(self) -> float | None:
-        """Perplexity of the first `RECENT` tokens, or of those there are."""
-        count = min(self._scored, RECENT)
-        return math.exp(self._first / count) if count else None
-
-    @property
-    def perplexity_last(self) -> float | None:
-        """Perplexity of the last `RECENT` tokens."""
-        return math.exp(math.fsum(self._last) / len(self._last)) if self._last else None
-
-    def figures(self) -> dict[str, Any]:
-        """What `--json` prints, but for the speed."""
-        names = ("tokens", "pages_after_fill", "pages_end", "perplexity_first", "perplexity_last")
-        return {name: getattr(self, name) for name in names}
-
-    def saved(self) -> dict[str, Any]:
-        """All of it, as JSON may hold it."""
-        return vars(self) | dict(_last=list(self._last))
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Set what `saved` returned."""
-        vars(self).update(saved | dict(_last=collections.deque(saved["_last"], maxlen=RECENT)))

@@ -27,6 +27,7 @@ def test_rows_hold_the_context_and_ratios_are_of_a_cache_that_keeps_all(monkeypa
 def test_what_a_text_leaves_out_is_the_context():
     settings = policies.Settings(context=100)
     assert settings.policy("streaming") == Streaming(window=96, sinks=4)
+    assert settings.policy("streaming:sinks=8") == Streaming(window=92, sinks=8)
     assert settings.policy("h2o:recent=10") == H2O(budget=99, recent=10, normalize="sum")
 
 

@@ -64,14 +64,20 @@ def test_an_interrupted_stream_goes_on(capsys, monkeypatch, tmp_path, given):
     monkeypatch.setattr(TextStream, "step", step)
     code, out, err = run(capsys, *given, *state, "--json", "--tokens", "600")
     assert code == 0 and figures(out) == whole and "goes on after 323 tokens" in err
+    code, out, err = run(capsys, *given, *state, "--tokens", "500")
+    assert "--tokens 500 asks for no more" in err
     code, out, _ = run(capsys, *given, *state, "--tokens", "600")
     assert code == 0 and out.startswith("600 tokens; pages: 10 after the fill, 10 at the end; perplexity:")
+
+    code, out, err = run(capsys, *given[:-2], "--generate", *state)
+    assert code == 2 and out == "" and "holds a state of stream a text, and this is stream --generate" in err
 
     for other, words in (
         (["--policy", "sliding_window:window=44"], "policy streaming:window=40,sinks=4, and this is policy sliding_wi"),
         (["--kv-format", "bfloat16"], "holds a state of format float32, and this is format bfloat16"),
         (["--text", __file__], r"holds a state of text text.txt (700 tokens, "),
         (["--start-position", "5"], "holds a state of start_position 0, and this is start_position 5"),
+        (["--num-pages", "99"], "and this is room for "),
     ):
         code, out, err = run(capsys, *given, *state, *other)
         assert code == 2 and out == "" and words in err and err.count("kvjax: error:") == 1
@@ -100,6 +106,8 @@ def test_a_model_reads_what_it_writes(capsys, given):
         (["--compare", "--generate"], "--generate and --compare exclude each other"),
         (["--prompt", "a"], "--prompt is for --generate"),
         (["--generate", "--prompt", ""], "--prompt is empty"),
+        (["--text", ""], "cannot read --text "),
+        (["--chunk", "100000"], "--chunk is 100000"),
         (["--text", "/nonexistent.txt"], "cannot read --text /nonexistent.txt"),
         (["--state", "/dev/null/a"], "cannot write --state /dev/null/a"),
         (["--model", "nosuchmodel"], "unknown model 'nosuchmodel'"),
@@ -115,7 +123,9 @@ def test_mistakes_are_one_line_before_anything_is_loaded(capsys, monkeypatch, ar
 def test_mistakes_that_the_model_tells(capsys, given):
     for argv, words in (
         (["--tokens", "701"], "the text has 700 tokens and 701 are wanted"),
-        (["--policy", "full"], "policy full holds more with every token"),
+        (["--policy", "full"], "policy full holds more with every token: use one such as streaming"),
+        (["--policy", "snapkv:budget=64"], "policy snapkv holds more with every token: use one such as streaming"),
+        (["--policy", "tova:budget=64"], "policy tova holds more with every token: give it prefill=chunked"),
         (["--start-position", str(2**31 - 1)], "start_positions [2147483647]"),
         (["--compare", "--policy", "full"], "policy full is not compared"),
     ):

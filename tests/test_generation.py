@@ -18,6 +18,7 @@ from kvjax.batch import Batch, cache_spec
 from kvjax.decoding import decode_scan, decode_while, prefill_step
 from kvjax.models.decoder import Decoder
 from kvjax.options import Options
+from kvjax.policies import H2O
 
 PROMPTS = [[5, 9, 2], list(range(1, 40)), [7], list(range(3, 20))]
 
@@ -215,6 +216,13 @@ def test_state_keeps_its_structure_from_step_to_step(model):
         ([[1]], {"num_pages": 2}, "num_pages 2 cannot hold one sequence"),
         ([[1] * 100], {"num_pages": 9}, "a prompt of 100 tokens is longer than the cache"),
         ([[1]], {"temperature": -1.0}, "temperature -1"),
+        (
+            [[1]],
+            {"policy": "h2o:budget=9"},
+            "policy is 'h2o:budget=9': give a kvjax.policy.Policy, or kvjax.policies.pa",
+        ),
+        ([[1]], {"policy": H2O}, "policy is <class 'kvjax.policies.h2o.H2O'>: give"),
+        ([[1]], {"policy": None}, "policy is None: give"),
         ([[1]], {"temperature": "hot"}, "temperature is 'hot': give a number"),
     ],
 )

@@ -45,6 +45,7 @@ FLOORS = {
     "kvjax.sampling": 3,
     "kvjax.snapshots": 3,
     "kvjax.streaming": 3,
+    "kvjax.tally": 3,
     "kvjax.models": 3,
     "kvjax.engine": 4,
     "kvjax.tiers": 4,

@@ -29,6 +29,8 @@ import kvjax
 from kvjax import sizes
 from kvjax.cache import PooledCache, Status, clear_status
 from kvjax.invariants import check
+from kvjax.policies import H2O
+from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
 
 LAYERS = 4
@@ -102,6 +104,22 @@ def test_bytes_are_those_of_the_arrays():
     assert sizes.token_bytes(INT4) == of_tokens
     with pytest.raises(kvjax.InputError, match="several pools"):
         sizes.page_bytes(INT4)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_pool_whose_layers_all_have_windows_has_nothing_to_drop(skipped):
+    policy = H2O(budget=16, heads="mean")
+    spec = dataclasses.replace(
+        FOUR, num_layers=2, windows=(None, 11), format="int8", skip_layers=(skipped,), rollback=0, policy=policy
+    )
+    assert [pool.spec.policy for pool in spec.pools] == ([Policy(), policy] if skipped == 0 else [policy, Policy()])
+    twin = Twin(spec, static_layer=True)
+    for lengths in ([20, 3, 0, 0], [20, 0, 0, 0], [1, 1, 0, 0]):
+        _, report = twin.run(lengths, twin.draw_tokens(sum(lengths)), **(DECODE if max(lengths) == 1 else PREFILL))
+        assert bool(report.ok)
+    check(twin.cache)
+    held = [(np.asarray(cache.page_table)[:, :, 0] > 0).sum() for cache in of_pools(twin.cache)]
+    assert held[skipped == 0] == 3, "16 tokens and one more, of 41"
 
 
 def test_a_traced_layer_is_refused():

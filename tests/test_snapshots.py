@@ -66,8 +66,8 @@ def test_the_newest_stays_alone_and_an_interrupted_save_changes_nothing(tmp_path
     for number in range(3):
         snapshots.save(tmp_path, jnp.int32(number), KIND)
     (newest,) = tmp_path.iterdir()
-    shutil.copytree(newest, tmp_path / "9.partial")
-    shutil.rmtree(tmp_path / "9.partial" / "state")
+    shutil.copytree(newest, tmp_path / "4.partial")
+    shutil.rmtree(tmp_path / "4.partial" / "state")
     state, _ = snapshots.load(tmp_path, jnp.int32(0), KIND) or pytest.fail("nothing was saved")
     assert state == 2
     snapshots.save(tmp_path, jnp.int32(7), KIND)
@@ -98,6 +98,52 @@ def test_a_damaged_snapshot_is_one_line(tmp_path, lost):
         file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(kvjax.InputError, match="the state in .*1 is damaged"):
         snapshots.load(tmp_path, jnp.arange(3), KIND)
+
+
+def test_what_has_changed_on_disk_is_damaged(tmp_path):
+    snapshots.save(tmp_path, jax.random.normal(jax.random.key(0), (64, 64)), KIND, dict(position=7))
+    like, facts = jnp.zeros((64, 64)), tmp_path / "1" / "facts.json"
+    kept = facts.read_text("utf-8")
+    for before, after in (('"position": 7', '"position": -5'), (KIND["policy"], "tova"), ('"notes": {', '"note": {')):
+        facts.write_text(kept.replace(before, after), "utf-8")
+        with pytest.raises(kvjax.InputError, match="damaged"):
+            snapshots.load(tmp_path, like, KIND)
+    facts.write_text(kept, "utf-8")
+    data = max((path for path in (tmp_path / "1").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    intact = data.read_bytes()
+    for spoilt in (
+        b"",
+        intact[: len(intact) // 2],
+        intact[:5000] + bytes(b ^ 255 for b in intact[5000:5008]) + intact[5008:],
+    ):
+        data.write_bytes(spoilt)
+        with pytest.raises(kvjax.InputError, match="damaged"):
+            snapshots.load(tmp_path, like, KIND)
+
+
+def test_what_is_somebody_elses_stays(tmp_path):
+    for name in ("film.partial", "0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text("precious")
+    (tmp_path / "notes.partial").write_text("mine")
+    for number in range(2):
+        snapshots.save(tmp_path, jnp.int32(number), KIND)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "film.partial", "notes.partial"}
+    assert (tmp_path / "0" / "data").read_text() == (tmp_path / "film.partial" / "data").read_text() == "precious"
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_the_snapshot_before(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    snapshots.save(tmp_path, jnp.int32(1), KIND)
+
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: no space left on device")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", full)
+    with pytest.raises(kvjax.InputError, match="cannot save the state in .* no space left"):
+        snapshots.save(tmp_path, jnp.int32(2), KIND)
+    assert snapshots.load(tmp_path, jnp.int32(0), KIND) == (1, None) and len(list(tmp_path.iterdir())) == 1
 
 
 def test_orbax_is_imported_late():

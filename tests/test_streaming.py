@@ -12,12 +12,13 @@ from flax import nnx
 from helpers.decoders import tiny_decoder
 
 import kvjax
-from kvjax import snapshots, streaming
+from kvjax import snapshots
 from kvjax.options import Options
 from kvjax.policies import H2O, Streaming
 from kvjax.policy import Policy
 from kvjax.step import begin_step, end_step
-from kvjax.streaming import OwnStream, Piece, Tally, TextStream
+from kvjax.streaming import OwnStream, Piece, TextStream
+from kvjax.tally import RECENT, Tally
 
 TEXT = np.random.default_rng(1).integers(0, 61, 400, np.int32)
 WINDOW = Streaming(window=40, sinks=4)
@@ -218,11 +219,10 @@ def test_a_tally_is_that_of_the_whole(model):
         resumed.restore(parts.saved())
         resumed.add(Piece(np.zeros(len(nll[begin : begin + 700])), nll[begin : begin + 700]), 9)
         parts = resumed
-    recent = streaming.RECENT
     for tally in (whole, parts):
         assert tally.perplexity_first is not None and tally.perplexity_last is not None
-        np.testing.assert_allclose(tally.perplexity_first, np.exp(nll[:recent].mean(dtype=np.float64)), rtol=1e-9)
-        np.testing.assert_allclose(tally.perplexity_last, np.exp(nll[-recent:].mean(dtype=np.float64)), rtol=1e-9)
+        np.testing.assert_allclose(tally.perplexity_first, np.exp(nll[:RECENT].mean(dtype=np.float64)), rtol=1e-9)
+        np.testing.assert_allclose(tally.perplexity_last, np.exp(nll[-RECENT:].mean(dtype=np.float64)), rtol=1e-9)
     assert parts.figures().keys() == whole.figures().keys() and parts.tokens == 5000
 
 

@@ -47,11 +47,9 @@ class Settings:
             self.policy(text)
 
     def policy(self, text: str) -> Policy:
-        """The policy that a text stands for, with room for a step to see the context, its own token included.
-
-        Streaming's sinks are 4 unless the text says otherwise: then it must name the window too.
-        """
-        return parse_policy(text, budget=self.context - 1, window=self.context - 4 * text.startswith("streaming"))
+        """The policy that a text stands for, with room for a step to see the context, its own token included."""
+        sinks = parse_policy(text, budget=self.context - 1, window=1).num_sinks
+        return parse_policy(text, budget=self.context - 1, window=self.context - sinks)
 
 
 def run(model: Decoder, settings: Settings, notify: Notify) -> dict[str, Any]:

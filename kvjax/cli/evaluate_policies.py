@@ -141,14 +141,14 @@ def _table(report: dict[str, Any]) -> str:
         + (" (--quick: few of them)" if report["quick"] else "")
         + ("" if report["complete"] else " (stopped: not all rows)"),
         "",
-        f"{'policy':<28}{'budget':>7}{'ppl':>9}{'change':>17}{'passkey':>9}{'copy':>7}{'attention':>11}{'pages':>7}"
+        f"{'policy':<28}{'budget':>7}{'ppl':>9} {'change':>17}{'passkey':>9}{'copy':>7}{'attention':>11}{'pages':>7}"
         f"{'bytes':>7}{'tokens/s':>10}",
     ]
     for row in (full, *report["rows"]):
         speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         lines.append(
             f"{row['policy']:<28}{'-' if row['budget'] is None else format(row['budget'], 'g'):>7}{row['ppl']:>9.2f}"
-            f"{_change(row):>17}{_share(row['passkey']):>9}{_share(row['copy']):>7}{row['attention_rel_error']:>11.4f}"
+            f" {_change(row):>17}{_share(row['passkey']):>9}{_share(row['copy']):>7}{row['attention_rel_error']:>11.4f}"
             f"{row['peak_pages']:>7}{row['bytes_ratio']:>7.3f}{speed:>10}"
         )
     return "\n".join(lines + _limits(report))

@@ -114,12 +114,16 @@ def _text(args: argparse.Namespace) -> Any:
 
 
 def _compare(args: argparse.Namespace, model: Any, text: Any, options: Any) -> int:
+    from kvjax.cli.evaluate_policies import stoppable
+    from kvjax.evaluation.policies import Stopped
     from kvjax.evaluation.recomputation import run
 
-    report = run(model, text, options, args.tokens, arguments.progress)
+    with stoppable(Stopped) as pause:
+        report = run(model, text, options, args.tokens, arguments.progress, pause)
+    code = 0 if report["complete"] else 130
     if args.json:
         print(json.dumps(report, indent=2))
-        return 0
+        return code
     print(f"{'tokens':>15}{'streaming':>11}{'recomputed':>12}{'ratio':>17}{'no sinks':>10}{'ratio':>8}")
     for row in report["rows"]:
         print(
@@ -127,7 +131,7 @@ def _compare(args: argparse.Namespace, model: Any, text: Any, options: Any) -> i
             f"+-{row['ratio_error']:.4f}{row['ppl_window']:>10.2f}{row['ratio_window']:>8.2f}"
         )
     print(f"pages: {report['pages_after_fill']} after the fill, {report['pages_end']} at the end")
-    return 0
+    return code
 
 
 class _Run:
@@ -137,7 +141,8 @@ class _Run:
         import numpy as np
 
         from kvjax import snapshots
-        from kvjax.streaming import OwnStream, Tally, TextStream
+        from kvjax.streaming import OwnStream, TextStream
+        from kvjax.tally import Tally
 
         self.args, self.written = args, model.tokenizer.decode_stream()
         if args.generate:

@@ -78,6 +78,6 @@ def _with_budget(text: str, tokens: int, page_size: int, layers: int = 1) -> Pol
         given["window"] = tokens - (sinks := parse_policy(text, **given, window=1).num_sinks)
         if given["window"] < 1:
             raise InputError(
-                f"a budget of {tokens} tokens leaves no window beside {sinks} sinks: give more, or fewer sinks"
+                f"{tokens} tokens leave no window beside {sinks} sinks: give a larger share, or fewer sinks"
             )
     return parse_policy(text, **given)

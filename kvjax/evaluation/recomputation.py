@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -16,20 +17,27 @@ from jaxtyping import Array, Float32, Int32
 
 from kvjax.decoding import jit
 from kvjax.errors import InputError
+from kvjax.evaluation.policies import Stopped
 from kvjax.evaluation.texts import Text
 from kvjax.kernels import dense_attention
 from kvjax.models.loading import LanguageModel
 from kvjax.options import Options
 from kvjax.policies import SlidingWindow, Streaming
 from kvjax.rotary import apply
-from kvjax.streaming import Tally, TextStream
+from kvjax.streaming import Piece, TextStream
+from kvjax.tally import Tally
 
 STRETCH, BLOCK, BLOCKS = 4096, 64, 16
 TOKENS = 5 * STRETCH
 
 
 def run(
-    model: LanguageModel, text: Text, options: Options, tokens: int | None, notify: Callable[[str], None]
+    model: LanguageModel,
+    text: Text,
+    options: Options,
+    tokens: int | None,
+    notify: Callable[[str], None],
+    pause: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Feed a text to a streaming cache, and to a plain window as large, and score blocks of it anew.
 
@@ -42,6 +50,7 @@ def run(
         options: of the cache, its policy `Streaming`.
         tokens: to read; None for `TOKENS`.
         notify: is called with an estimate of the time, and with progress.
+        pause: is called between compiled calls; raises `policies.Stopped` to have the stretches compared so far.
 
     Returns: what `--compare --json` prints; see docs/streaming.md.
 
@@ -59,20 +68,21 @@ def run(
     ours, window = (TextStream(model, read, of, limit=tokens) for of in (options, plain))
     blocks = [_starts(begin, kept) for begin in range(0, tokens - STRETCH + 1, STRETCH)]
     notify(f"about {_minutes(model, read, kept, ours, window, sum(map(len, blocks))):.0f} minutes")
-    tally = Tally(ours.spec)
-    streamed, speed = _scores(ours, tally, lambda at: notify(f"streaming: {at} tokens"))
-    windowed, _ = _scores(window, Tally(window.spec), lambda at: notify(f"window without sinks: {at} tokens"))
-    rows = []
-    for number, starts in enumerate(blocks):
-        anew = np.stack([_recomputed(model, read, kept, at) for at in starts])
-        rows.append(_row(number * STRETCH, starts, anew, streamed, windowed))
-        notify(
-            "perplexity {ppl:.2f} streaming, {ppl_recomputed:.2f} recomputed, {ppl_window:.2f} window".format(
-                **rows[-1]
+    streamed, windowed, rows = _Scored(ours, pause), _Scored(window, pause), []
+    with contextlib.suppress(Stopped):
+        for number, starts in enumerate(blocks):
+            end = (number + 1) * STRETCH if starts is not blocks[-1] else tokens
+            scores = streamed.until(end), windowed.until(end)
+            rows.append(_row(number * STRETCH, starts, _anew(model, read, kept, starts, pause), *scores))
+            notify(
+                "{end} tokens: perplexity {ppl:.2f} streaming, {ppl_recomputed:.2f} recomputed, {ppl_window:.2f} "
+                "window".format(**rows[-1])
             )
-        )
+    if len(rows) < len(blocks):
+        notify(f"stopped with {len(rows)} of {len(blocks)} stretches")
     figures = dict(model=model.name, text=text.name, source=text.source, sinks=policy.sinks, window=policy.window)
-    return figures | tally.figures() | dict(tokens_per_s=speed, rows=rows, seconds=time.perf_counter() - began)
+    figures |= streamed.tally.figures() | dict(tokens_per_s=streamed.speed, rows=rows)
+    return figures | dict(complete=len(rows) == len(blocks), seconds=time.perf_counter() - began)
 
 
 def _starts(begin: int, kept: int) -> list[int]:
@@ -98,15 +108,40 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _scores(stream: TextStream, tally: Tally, notify: Callable[[int], None]) -> tuple[np.ndarray, float]:
-    """Return -log p of every token after the first, and tokens/s."""
-    began, found = time.perf_counter(), []
-    while (piece := stream.step()) is not None:
-        tally.add(piece, stream.pages)
-        found.append(piece.nll)
-        if stream.position // STRETCH > (stream.position - len(piece.tokens)) // STRETCH:
-            notify(stream.position)
-    return np.concatenate(found).astype(np.float64), stream.position / (time.perf_counter() - began)
+class _Scored:
+    """A stream, its figures, and what it has said of its tokens."""
+
+    def __init__(self, stream: TextStream, pause: Callable[[], None]):
+        self.stream, self.tally, self._pause = stream, Tally(stream.spec), pause
+        self._seconds, self._scores = 0.0, []
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens/s."""
+        return self.stream.position / self._seconds if self._seconds else None
+
+    def until(self, position: int) -> np.ndarray:
+        """Feed as many tokens, and return -log p of all after the first so far."""
+        while self.stream.position < position and (piece := self._timed()) is not None:
+            self.tally.add(piece, self.stream.pages)
+            self._scores.append(piece.nll)
+            self._pause()
+        return np.concatenate(self._scores).astype(np.float64)
+
+    def _timed(self) -> Piece | None:
+        began = time.perf_counter()
+        piece = self.stream.step()
+        self._seconds += time.perf_counter() - began
+        return piece
+
+
+def _anew(model: LanguageModel, read: np.ndarray, kept: int, starts: list[int], pause) -> np.ndarray:
+    """-log p of blocks, [blocks, tokens], each recomputed."""
+    found = []
+    for at in starts:
+        found.append(_recomputed(model, read, kept, at))
+        pause()
+    return np.stack(found)
 
 
 def _row(begin: int, starts: list[int], anew: np.ndarray, streamed: np.ndarray, windowed: np.ndarray) -> dict[str, Any]:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from kvjax.spec import CacheSpec
 
 
+# Positions are int32, and a budget is added to.
+MOST_TOKENS = 2**30
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgeted(Policy):
     """A policy that keeps `budget` tokens in each layer and head group.
@@ -27,7 +31,7 @@ class Budgeted(Policy):
     prefill: str = "exact"
 
     def __post_init__(self):
-        object.__setattr__(self, "budget", whole_number("budget", self.budget, 1))
+        object.__setattr__(self, "budget", whole_number("budget", self.budget, 1, MOST_TOKENS))
         one_of("prefill", self.prefill, PREFILLS)
         if self.budget <= self.protected:
             raise InputError(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from kvjax.errors import InputError, shown, whole_number
-from kvjax.policies.budget import AtPromptEnd
+from kvjax.policies.budget import MOST_TOKENS, AtPromptEnd
 from kvjax.policy import Held, Seen
 
 if TYPE_CHECKING:
@@ -50,8 +50,10 @@ class Entropy(AtPromptEnd):
 
     def __post_init__(self):
         super().__post_init__()
+        most = dict(total_budget=MOST_TOKENS, observation=2**14)
         for name, least in (("total_budget", 1), ("sinks", 0), ("recent", 1), ("observation", 1)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+            number = whole_number(name, getattr(self, name), least, most.get(name, MOST_TOKENS // 4))
+            object.__setattr__(self, name, number)
         if not isinstance(self.gamma, float | int) or not 0 <= self.gamma < math.inf:
             raise InputError(f"gamma is {shown(self.gamma)}: give a number of at least 0")
 

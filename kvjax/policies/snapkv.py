@@ -30,8 +30,8 @@ class SnapKV(ByHead):
     kernel: int = 7
 
     def __post_init__(self):
-        object.__setattr__(self, "observation", whole_number("observation", self.observation, 1))
-        object.__setattr__(self, "kernel", whole_number("kernel", self.kernel, 1))
+        object.__setattr__(self, "observation", whole_number("observation", self.observation, 1, 2**14))
+        object.__setattr__(self, "kernel", whole_number("kernel", self.kernel, 1, 2**10))
         if self.kernel % 2 == 0:
             raise InputError(f"kernel {self.kernel} is even: give an odd number, so that it has a middle")
         super().__post_init__()

@@ -134,6 +134,12 @@ def test_a_total_budget_is_that_of_all_layers():
     assert described(row.policy(1000, PAGE, layers=30)) == "entropy:total_budget=15000"
 
 
+def test_what_a_text_names_needs_only_fit_the_budgets_that_are_asked_for():
+    for text in ("snapkv:observation=1500", "h2o:recent=1500", "streaming:sinks=1500"):
+        (row,) = candidates([text], [0.5], 16)
+        assert row.policy(4096, 16) is not None
+
+
 def test_fastgen_sweeps_its_recovery():
     rows = candidates(["fastgen", "fastgen:recovery=0.9"], [0.5], PAGE)
     assert [row.budget for row in rows] == [None] * (len(RECOVERIES) + 1)
@@ -222,7 +228,7 @@ def test_a_report_holds_what_was_measured(model):
         (dict(policies=["h2o:size=3"]), "'size=3' is no key=value of policy h2o"),
         (dict(budgets=[1.5]), "budget 1.5 is no share of the prompt"),
         (dict(budgets=[0.0]), "budget 0.0 is no share"),
-        (dict(budgets=[0.001]), "streaming with 0.001 of 1024 tokens: window is"),
+        (dict(budgets=[0.001]), "streaming with 0.001 of 1024 tokens: 1 tokens leave no window beside 4 sinks"),
         (dict(policies=["snapkv"], budgets=[0.05]), "snapkv with 0.05 of 512 tokens: budget 26 of policy snapkv"),
         (dict(context=15), "context is 15"),
         (dict(copied=1024), "copied 1024 is no part of a context of 1024"),

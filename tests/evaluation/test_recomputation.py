@@ -10,6 +10,7 @@ from helpers.decoders import tiny_decoder, unchecked_shapes
 
 import kvjax
 from kvjax.evaluation import recomputation
+from kvjax.evaluation.policies import Stopped
 from kvjax.evaluation.texts import Text
 from kvjax.options import Options
 from kvjax.policies import SlidingWindow, Streaming
@@ -51,6 +52,21 @@ def test_the_same_tokens_are_compared(model, monkeypatch):
         exact(model.decoder, READ[at - 32 + i : at + 1 + i])[-1] for at in second for i in range(8)
     ]  # fmt: skip
     np.testing.assert_allclose(report["rows"][1]["ppl_window"], np.exp(np.mean(window)), rtol=1e-4)
+
+
+def test_what_has_been_compared_survives_an_interrupt(model, monkeypatch):
+    for name, value in dict(STRETCH=120, BLOCK=8, BLOCKS=3).items():
+        monkeypatch.setattr(recomputation, name, value)
+    text = Text("letters", "prose", "drawn", "".join(map(chr, READ)))
+    options, lines = Options(policy=Streaming(window=28, sinks=4), chunk_size=17), []
+
+    def pause():
+        if any("120 tokens" in line for line in lines):
+            raise Stopped
+
+    report = recomputation.run(model, text, options, 240, lines.append, pause)
+    assert [row["end"] for row in report["rows"]] == [120] and not report["complete"]
+    assert 120 < report["tokens"] < 240 and lines[-1] == "stopped with 1 of 2 stretches"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.decoders import tiny_decoder
-from helpers.driver import DECODE, PREFILL
+from helpers.driver import DECODE, PREFILL, Twin
 from helpers.policies import POLICY_SPEC, PolicyTwin
 
 from kvjax.batch import Batch
@@ -16,6 +16,7 @@ from kvjax.models.loading import LanguageModel
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.options import Options
 from kvjax.policies import FastGen, parse_policy
+from kvjax.streaming import TextStream
 
 POLICY = FastGen(recovery=0.95, sinks=1)
 SPEC = dataclasses.replace(POLICY_SPEC, policy=POLICY, groups=2, num_layers=3, windows=(None, 11, None))
@@ -141,24 +142,53 @@ def test_without_kinds_the_first_tokens_are_special():
     assert np.asarray(kinds).tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_loops_tell_the_kinds_of_tokens():
+@pytest.fixture
+def told():
+    """A model whose tokenizer knows the kinds of tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     words = ["<s>", ".", "?!", "a.", "$", "\N{MIDDLE DOT}", *(f"w{i}" for i in range(50))]
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "w0"))
     backend.add_special_tokens(["<s>"])
     tokenizer, decoder = Tokenizer(backend, bos_id=0, eos_ids=(), add_bos=False), tiny_decoder(num_layers=1)
     assert tokenizer.kinds.tolist() == [1, 2, 2, 0, 2, 2] + [0] * 50
-    model = LanguageModel(name="tiny", decoder=decoder, config=decoder.config, tokenizer=tokenizer)
+    return LanguageModel(name="tiny", decoder=decoder, config=decoder.config, tokenizer=tokenizer)
+
+
+def assert_told(model, cache, sequence, tokens):
+    row, positions = np.asarray(cache.page_table)[0, 0, sequence], np.asarray(cache.positions)
+    of_row, kinds = positions[row], np.asarray(cache.policy_state["slots"]["kind"])[row]
+    expected = np.pad(model.tokenizer.kinds, (0, 5))[tokens]
+    assert of_row.max() == len(tokens) - 1 and (kinds[of_row >= 0] == expected[of_row[of_row >= 0]]).all()
+
+
+def test_loops_tell_the_kinds_of_tokens(told):
     prompts = [[7, 8, 9, 10, 0, 1, 3, 2, 50, 4, 11], [1, 5, 9]]
-    batch = Batch(model, prompts, Options(policy=FastGen(recovery=1.0), max_new_tokens=9, page_size=8))
+    batch = Batch(told, prompts, Options(policy=FastGen(recovery=1.0), max_new_tokens=9, page_size=8))
     chosen = [prefilled.token.tolist() for prefilled in batch.prefill()] + batch.scan(4).token.tolist()
     fed = [[*prompt, *new][:-1] for prompt, new in zip(prompts, zip(*chosen, strict=True), strict=True)]
-    cache = batch.state.cache
-    table, positions = np.asarray(cache.page_table)[0, 0], np.asarray(cache.positions)
-    for row, tokens in zip(table, fed, strict=True):
-        of_row, kinds = positions[row], np.asarray(cache.policy_state["slots"]["kind"])[row]
-        expected = np.pad(tokenizer.kinds, (0, 5))[tokens]
-        assert of_row.max() == len(tokens) - 1 and (kinds[of_row >= 0] == expected[of_row[of_row >= 0]]).all()
+    for sequence, tokens in enumerate(fed):
+        assert_told(told, batch.state.cache, sequence, tokens)
+
+
+def test_texts_tell_them_too(told):
+    text = np.array([7, 8, 9, 10, 0, 1, 3, 2, 50, 4, 11] * 2, np.int32)
+    stream = TextStream(told, text, Options(policy=FastGen(recovery=1.0), page_size=8, chunk_size=32), limit=len(text))
+    stream.step()
+    assert_told(told, stream.state.cache, 0, text)
+
+
+def test_a_prompt_in_parts_is_judged_by_itself():
+    """Whether a neighbour's prompt ends in the same step changes nothing."""
+    spec = dataclasses.replace(SPEC, windows=None, policy=FastGen(recovery=0.5, sinks=1, local=0.1, frequent=0.2))
+    for seed in range(3):
+        found = []
+        for neighbour_ends in (True, False):
+            twin = Twin(spec, seed=seed)
+            twin.run([8, 3, 0, 0], twin.draw_tokens(11), **PREFILL, ends=[False, neighbour_ends, True, True])
+            twin.run([10, 0, 0, 0], twin.draw_tokens(10), **PREFILL, ends=[True] * 4)
+            table = np.asarray(twin.cache.page_table)[:, :, 0]
+            found.append(np.sort(np.asarray(twin.cache.positions)[table].reshape(*table.shape[:2], -1)))
+        np.testing.assert_array_equal(*found)
 
 
 def test_mistakes_are_named():
