@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from kvjax import hooks
 from kvjax.cache import Cache
 from kvjax.placement import drop_pages, scrub, set_positions
 from kvjax.policy import Held
@@ -40,8 +41,8 @@ def evict(cache: Cache, lengths: Int32[Array, " seqs"], ends: Bool[Array, " seqs
     rows = cache.policy_state["rows"]
     if not is_decode and rows:
         free = [layer for layer, window in enumerate(cache.spec.layer_windows) if window is None]
-        kept = policy.settle(rows, ends & (lengths > 1), free)
-        cache = dataclasses.replace(cache, policy_state=cache.policy_state | dict(rows=dict(kept)))
+        kept = hooks.settled(policy, rows, ends & (lengths > 1), free)
+        cache = dataclasses.replace(cache, policy_state=cache.policy_state | dict(rows=kept))
     ends = (ends | policy.in_chunks) & (lengths > 0)
     if not is_decode:
         cache = _compact(cache, lengths, ends)
@@ -69,7 +70,7 @@ def _gathered_once(gathered: Any) -> Any:
 
 def _ranked(cache: Cache, held: Held, layers: slice | Int32[Array, " 1"]):
     """Ranks of slots, infinite where nothing can be dropped, and how many tokens of each row are too many."""
-    rank, allowed = cache.spec.policy.rank(held)
+    rank, allowed = hooks.ranked(cache.spec.policy, held)
     # A token whose score overflowed or is NaN is the first to go, not one that stays.
     rank = jnp.where(rank == jnp.inf, rank, jnp.maximum(jnp.nan_to_num(rank, nan=_LOWEST), _LOWEST))
     has_none = jnp.asarray(np.array([window is None for window in cache.spec.layer_windows]))

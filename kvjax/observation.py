@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax import hooks
 from kvjax.cache import Cache, entry_of
 from kvjax.kernels.attention_mass import xla
 from kvjax.kernels.formats import decode
@@ -28,8 +29,8 @@ def note_written(cache: Cache, step: Step, layer, k: Array, v: Array) -> Cache:
     spec, writes = cache.spec, step.writes
     assert isinstance(writes, Writes)
     of_groups = lambda x: x.reshape(x.shape[0], spec.groups, spec.heads_per_group, spec.head_dim)  # noqa: E731
-    noted = spec.policy.write(of_groups(k), of_groups(v), step.token_kinds)
     slots = dict(cache.policy_state["slots"])
+    noted = hooks.written(spec.policy, of_groups(k), of_groups(v), step.token_kinds, slots)
     for name, of_tokens in noted.items():
         new = of_tokens.astype(slots[name].dtype).T[:, :, None, None]
         slots[name] = write_pages(slots[name][:, None, :, None], new, *writes.of_layer(layer))[:, 0, :, 0]
@@ -156,7 +157,7 @@ def _noted(cache: Cache, step: Step, layer, seen: dict[str, Any]) -> Cache:
     number = first + jnp.arange(spec.groups * spec.max_seqs, dtype=jnp.int32).reshape(of_row)
     held = Held(positions, slots, rows, number, after, start, spec.page_size)
     is_new = positions >= cache.next_position[None, :, None]
-    held = spec.policy.observe(held, Seen(**seen, lengths=step.lengths, is_new=is_new, ends=step.ends))
+    held = hooks.observed(spec.policy, held, Seen(**seen, lengths=step.lengths, is_new=is_new, ends=step.ends))
     put = lambda pool, of: pool.at[ids].set(of.reshape(*ids.shape, -1).astype(pool.dtype), mode="promise_in_bounds")  # noqa: E731
     slots = {name: put(pool, held.slots[name]) for name, pool in state["slots"].items()}
     rows = {name: of.at[layer].set(held.rows[name].astype(of.dtype)) for name, of in state["rows"].items()}

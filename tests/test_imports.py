@@ -22,6 +22,7 @@ FLOORS = {
     "kvjax.paths": 1,
     "kvjax.spec": 1,
     "kvjax.policy": 1,
+    "kvjax.hooks": 1,
     "kvjax.sizes": 1,
     "kvjax.cache": 1,
     "kvjax.pages": 1,

@@ -1,5 +1,9 @@
 """Policies as text: names, keys and values, and what is said of mistakes."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from kvjax.errors import InputError
@@ -28,6 +32,21 @@ from kvjax.policy import Policy
 def test_names_and_values(text, policy):
     assert parse_policy(text) == policy and type(parse_policy(text)) is type(policy)
     assert POLICIES[policy.name] is type(policy)
+
+
+def test_the_documents_name_every_key_and_default():
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text("utf-8")
+    table = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", text[: text.index("## SmolLM2-135M")], re.MULTILINE))
+    assert table.keys() == POLICIES.keys()
+    for name, said in table.items():
+        fields = {field.name: field.default for field in dataclasses.fields(POLICIES[name])}
+        found = dict(re.findall(r"`(\w+)`(?: \((.+?)\))?", said))
+        assert found.keys() == fields.keys(), name
+        for key, default in fields.items():
+            if default is dataclasses.MISSING:
+                assert not found[key], f"{name} has no default for {key}"
+            elif default is not None:
+                assert found[key] == (f"{default:g}" if isinstance(default, float) else str(default)), (name, key)
 
 
 def test_what_the_text_does_not_say_is_given():
