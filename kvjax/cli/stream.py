@@ -179,12 +179,12 @@ class _Run:
                 if self.args.state is not None and time.perf_counter() - saved_at > self.args.save_every:
                     self._save()
                     saved_at = time.perf_counter()
-        self._show(last=True)
-        figures = self.tally.figures() | dict(tokens_per_s=self.speed)
-        print(json.dumps(figures) if self.args.json else self._summary(), flush=True)
-        # Last: a full disk must not take the figures along.
-        if self.args.state is not None:
-            self._save()
+            self._show(last=True)
+            figures = self.tally.figures() | dict(tokens_per_s=self.speed)
+            print(json.dumps(figures) if self.args.json else self._summary(), flush=True)
+            # Last: a full disk must not take the figures along.
+            if self.args.state is not None:
+                self._save()
         if interrupted.is_set():
             kept = f"saved in {self.args.state}" if self.args.state else "not saved (--state DIR would)"
             arguments.progress(f"interrupted, {kept}")
