@@ -20,6 +20,7 @@ from kvjax.errors import InputError, shown
 from kvjax.formats import best_page_size
 from kvjax.models.loading import LanguageModel
 from kvjax.options import Options, Prompts, checked
+from kvjax.policy import Policy
 from kvjax.spec import CacheSpec, bucket, pages_for
 
 
@@ -40,7 +41,7 @@ class Batch:
         self._collects = collects
         if (memory := _memory()) is not None and self._bytes > memory:
             raise self._too_large(f"there are {memory / 1e9:.1f} GB of memory")
-        kinds = token_kinds(model, vocab) if self.spec.policy.wants_kinds else None
+        kinds = token_kinds(model, vocab, self.spec.policy)
         with self.within_memory():
             self.state = self._initial_state(vocab, kinds)
 
@@ -66,7 +67,7 @@ class Batch:
                 raise
             raise self._too_large("the memory ran out") from None
 
-    def _initial_state(self, vocab: int, kinds: np.ndarray | None) -> State:
+    def _initial_state(self, vocab: int, kinds: jax.Array | None) -> State:
         count = len(self.prompts)
         how = self.options.sampling(count)
         penalised = bool((np.asarray(how.repetition_penalty) != 1).any())
@@ -82,7 +83,7 @@ class Batch:
             key=jax.random.key(self.options.seed),
             seen=jnp.zeros((count, vocab), bool) if penalised else None,
             peak_pages=jnp.zeros(len(self.spec.pools), jnp.int32),
-            kinds=None if kinds is None else jnp.array(kinds),
+            kinds=kinds,
         )
 
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Chosen]:
@@ -150,13 +151,13 @@ def parts_of(model: object) -> tuple[nnx.Module, Sequence[int]]:
     )
 
 
-def token_kinds(model: object, vocab: int) -> np.ndarray | None:
-    """Return what policies want to know of tokens, int8 [vocab], or None if the model has no tokenizer to tell."""
-    if not isinstance(model, LanguageModel):
+def token_kinds(model: object, vocab: int, policy: Policy) -> jax.Array | None:
+    """Return what a policy wants to know of tokens, int8 [vocab]; None if nothing, or the model has no tokenizer."""
+    if not policy.wants_kinds or not isinstance(model, LanguageModel):
         return None
     # A vocabulary may be padded with tokens that no text has.
     kinds = model.tokenizer.kinds[:vocab]
-    return np.pad(kinds, (0, vocab - kinds.size))
+    return jnp.array(np.pad(kinds, (0, vocab - kinds.size)))
 
 
 def _memory() -> int | None:

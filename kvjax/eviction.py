@@ -121,7 +121,7 @@ def _drop_page(cache: Cache, alone: Bool[Array, "1 1 seqs"]) -> Cache:
         # Divided first: the lowest number there is, summed, would be none.
         of_pages = jnp.where(jnp.isinf(by_page(rank)).any(-1), jnp.inf, (by_page(rank) / size).sum(-1))
         victim = _first_of_least(of_pages, by_page(held.age).max(-1))
-        dropping = full & (excess > 0) & jnp.isfinite(_at(of_pages, victim))
+        dropping = full & (excess > 0) & jnp.isfinite(of_pages).any(-1)
         old = jnp.where(dropping, _at(table, victim), 0)
         behind = jnp.concatenate([table[..., 1:], jnp.zeros_like(table[..., :1])], -1)
         entry = jnp.arange(table.shape[-1], dtype=jnp.int32)[None, None, None]

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.errors import InputError, shown
 
@@ -40,11 +39,12 @@ def save(folder: str | Path, state: Any, kind: Mapping[str, str], notes: Any = N
     name = int(before[-1].name) + 1 if before else 1
     partial = folder / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
-    facts = dict(kind=dict(kind), layout=_layout(state), notes=notes, arrays=_digest(_named(state)))
+    facts = dict(kind=dict(kind), layout=_layout(state), notes=notes)
     try:
         partial.mkdir()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(partial / _STATE, ocp.args.PyTreeSave(_named(state)))
+        facts |= dict(files=_digest_of_files(partial / _STATE))
         (partial / _FACTS).write_text(json.dumps(facts | dict(sha256=_digest_of_facts(facts))), "utf-8")
         os.replace(partial, folder / str(name))
     except (OSError, ValueError) as error:  # TensorStore calls a full disk a ValueError
@@ -75,7 +75,7 @@ def load[T](folder: str | Path, like: T, kind: Mapping[str, str]) -> tuple[T, An
         facts = json.loads((newest / _FACTS).read_text("utf-8"))
         if facts.pop("sha256") != _digest_of_facts(facts):
             raise ValueError("its facts have changed")
-        saved, layout, notes, digest = (facts[name] for name in ("kind", "layout", "notes", "arrays"))
+        saved, layout, notes, digest = (facts[name] for name in ("kind", "layout", "notes", "files"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(newest, error) from None
     for name in [*kind, *(name for name in saved if name not in kind)]:
@@ -85,10 +85,10 @@ def load[T](folder: str | Path, like: T, kind: Mapping[str, str]) -> tuple[T, An
             )
     if layout != _layout(like):
         raise InputError(f"{folder} holds a state of another CacheSpec, or version of kvjax: use another folder")
-    arrays = _restored(newest, _named(like))
-    if _digest(arrays) != digest:
-        raise _damaged(newest, ValueError("its arrays have changed"))
-    return _filled(like, arrays), notes
+    # Before Orbax reads them: after an error it may complain of a closed event loop, later and elsewhere.
+    if _digest_of_files(newest / _STATE) != digest:
+        raise _damaged(newest, ValueError("its files have changed"))
+    return _filled(like, _restored(newest, _named(like))), notes
 
 
 def _restored(snapshot: Path, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -132,11 +132,12 @@ def _digest_of_facts(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(named: dict[str, jax.Array]) -> str:
-    """Tells whether arrays are those that were saved."""
+def _digest_of_files(folder: Path) -> str:
     found = hashlib.sha256()
-    for name in sorted(named, key=int):
-        found.update(np.asarray(named[name]).reshape(-1).view(np.uint8))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        found.update(path.relative_to(folder).as_posix().encode())
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()
 
 

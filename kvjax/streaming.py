@@ -116,8 +116,7 @@ class TextStream:
         most = self.options.policy.most_slots(MOST_NEW_TOKENS, 0, self.options.chunk_size, _page_size(self.options))
         self.spec = cache_spec(module, [_sized_for(module, self.options, most, limit)], [1], self.options)
         self.graph, self.weights = nnx.split(module)
-        kinds = token_kinds(model, vocab) if self.spec.policy.wants_kinds else None
-        self.kinds = None if kinds is None else jnp.asarray(kinds)
+        self.kinds = token_kinds(model, vocab, self.spec.policy)
         cache = init_cache(self.spec, start_positions=[start_position])
         self.state, self.position = TextState(cache, jnp.zeros(len(self.spec.pools), jnp.int32)), 0
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvjax.cli import arguments
+from kvjax.cli.interrupts import stoppable
 
 SMALL = "small"
 _QUICK: dict[str, Any] = dict(
@@ -101,33 +98,6 @@ def _run_small(args: argparse.Namespace, given: dict[str, Any]) -> int:
         report = small_protocol.run(texts, budgets, arguments.progress, pause, policies.Stopped)
     print(json.dumps(report, indent=2) if args.json else _small_table(report))
     return 0 if report["complete"] else 130
-
-
-@contextlib.contextmanager
-def stoppable(stopped: type[Exception]) -> Iterator[Callable[[], None]]:
-    """Yield a function that raises `stopped` once Ctrl-C has been pressed; a second Ctrl-C ends the process.
-
-    An exception of the handler itself would come up in the middle of libraries that lose it.
-    """
-    pressed = threading.Event()
-
-    def on_interrupt(number, frame):
-        pressed.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        arguments.progress("stopping soon, with the rows measured so far; once more ends at once")
-
-    def pause() -> None:
-        if pressed.is_set():
-            raise stopped
-
-    if threading.current_thread() is not threading.main_thread():
-        yield pause
-        return
-    own = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield pause
-    finally:
-        signal.signal(signal.SIGINT, own)
 
 
 def _table(report: dict[str, Any]) -> str:

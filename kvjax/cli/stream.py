@@ -11,16 +11,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvjax.cli import arguments
+from kvjax.cli.interrupts import noted_interrupt, stoppable
 from kvjax.errors import InputError, shown, whole_number
 
 POLICY = "streaming:window=508,sinks=4"
 # Odd, so that steps end at every place of a page: what is held differs by one page between them.
 CHUNK = 63
+STOPPING = "\nstopping after the step that is running; once more ends at once, and saves nothing"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,7 +116,6 @@ def _text(args: argparse.Namespace) -> Any:
 
 
 def _compare(args: argparse.Namespace, model: Any, text: Any, options: Any) -> int:
-    from kvjax.cli.evaluate_policies import stoppable
     from kvjax.evaluation.policies import Stopped
     from kvjax.evaluation.recomputation import run
 
@@ -174,7 +175,9 @@ class _Run:
         """Stream until the end or an interrupt; returns the exit code."""
         arguments.progress("compiling (about half a minute where sizes or options are new)")
         saved_at = time.perf_counter()
-        with _noted_interrupt() as interrupted:
+        # A job in the background of a shell ignores interrupts, and should go on doing so.
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with contextlib.nullcontext(threading.Event()) if is_ignored else noted_interrupt(STOPPING) as interrupted:
             while not interrupted.is_set() and self._step():
                 if self.args.state is not None and time.perf_counter() - saved_at > self.args.save_every:
                     self._save()
@@ -273,24 +276,3 @@ def _fingerprint(model: Any) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:8]
-
-
-@contextlib.contextmanager
-def _noted_interrupt() -> Iterator[threading.Event]:
-    """Have Ctrl-C set an event, once: again, it ends the process."""
-    noted = threading.Event()
-    own = signal.getsignal(signal.SIGINT)
-    if own is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-
-    def note(*_: object) -> None:
-        noted.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        arguments.progress("\nstopping after the step that is running; once more ends at once, and saves nothing")
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, own)

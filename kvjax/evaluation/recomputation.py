@@ -74,15 +74,19 @@ def run(
             end = (number + 1) * STRETCH if starts is not blocks[-1] else tokens
             scores = streamed.until(end), windowed.until(end)
             rows.append(_row(number * STRETCH, starts, _anew(model, read, kept, starts, pause), *scores))
-            notify(
-                "{end} tokens: perplexity {ppl:.2f} streaming, {ppl_recomputed:.2f} recomputed, {ppl_window:.2f} "
-                "window".format(**rows[-1])
-            )
+            notify(_line(rows[-1]))
     if len(rows) < len(blocks):
         notify(f"stopped with {len(rows)} of {len(blocks)} stretches")
     figures = dict(model=model.name, text=text.name, source=text.source, sinks=policy.sinks, window=policy.window)
     figures |= streamed.tally.figures() | dict(tokens_per_s=streamed.speed, rows=rows)
     return figures | dict(complete=len(rows) == len(blocks), seconds=time.perf_counter() - began)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['end']} tokens: perplexity {row['ppl']:.2f} streaming, {row['ppl_recomputed']:.2f} recomputed, "
+        f"{row['ppl_window']:.2f} window"
+    )
 
 
 def _starts(begin: int, kept: int) -> list[int]:

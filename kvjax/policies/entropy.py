@@ -50,10 +50,11 @@ class Entropy(AtPromptEnd):
 
     def __post_init__(self):
         super().__post_init__()
-        most = dict(total_budget=MOST_TOKENS, observation=2**14)
-        for name, least in (("total_budget", 1), ("sinks", 0), ("recent", 1), ("observation", 1)):
-            number = whole_number(name, getattr(self, name), least, most.get(name, MOST_TOKENS // 4))
-            object.__setattr__(self, name, number)
+        ranges = dict(
+            total_budget=(1, MOST_TOKENS), sinks=(0, MOST_TOKENS), recent=(1, MOST_TOKENS), observation=(1, 2**14)
+        )  # fmt: skip
+        for name, limits in ranges.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), *limits))
         if not isinstance(self.gamma, float | int) or not 0 <= self.gamma < math.inf:
             raise InputError(f"gamma is {shown(self.gamma)}: give a number of at least 0")
 

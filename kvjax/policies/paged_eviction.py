@@ -63,8 +63,8 @@ class PagedEviction(Budgeted):
 
     def write(self, k, v, kinds):
         of_keys, of_values = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (k, v))
-        inverse = 1 / (of_keys + _LEAST_NORM)
-        score = dict(v=of_values, inv_k=inverse, v_over_k=of_values / (of_keys + _LEAST_NORM))[self.score].mean(-1)
+        of_keys += _LEAST_NORM
+        score = dict(v=of_values, inv_k=1 / of_keys, v_over_k=of_values / of_keys)[self.score].mean(-1)
         # What has overflowed is the first to go: as a rank, infinity stays.
         return dict(score=jnp.where(jnp.isposinf(score), jnp.nan, score))
 

@@ -30,9 +30,9 @@ class Random(Budgeted):
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in (("sinks", 0), ("recent", 1), ("seed", 0)):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(name, value, least))
+        least = dict(sinks=0, seed=0) | ({} if self.recent is None else dict(recent=1))
+        for name, lowest in least.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), lowest))
         super().__post_init__()
 
     @property

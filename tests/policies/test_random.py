@@ -76,6 +76,7 @@ def test_bad_values_are_refused(as_a_user):
         (dict(budget=5), "budget 5 of policy random leaves no token beside the 5 that always stay: give at least 6"),
         (dict(budget=9, sinks=-1), "sinks is -1"),
         (dict(budget=9, recent=0), "recent is 0"),
+        (dict(budget=9, sinks=None), "sinks is None"),
         (dict(budget=9, seed=-1), "seed is -1"),
     )
     for how, words in cases:
